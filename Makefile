@@ -1,0 +1,69 @@
+# Headwater. Every target sets up what it needs in .venv; `make` alone lists the targets.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Remade when what it is made from changes.
+STAMP := $(VENV)/.headwater-stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-fast bench lint format clean redis-server
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+serve: $(STAMP)  ## run the pool demo
+	$(BIN)/headwater pool demo
+
+test: lint redis-server  ## everything: lint, types, every test, coverage
+	$(BIN)/coverage run -m pytest -q
+	$(BIN)/coverage report
+
+test-fast: $(STAMP)  ## the unit tests that are not slow (under 2 minutes)
+	$(BIN)/pytest -q -m "not slow and not gpu" tests/unit
+
+bench: $(STAMP)  ## measure the stores; the last line is JSON
+	$(BIN)/headwater bench store --json
+
+lint: $(STAMP)  ## ruff (lint and format) and mypy
+	$(BIN)/ruff check --quiet src tests
+	$(BIN)/ruff format --quiet --check src tests
+	$(BIN)/mypy --no-error-summary
+
+format: $(STAMP)  ## let ruff fix and format the code
+	$(BIN)/ruff check --quiet --fix src tests
+	$(BIN)/ruff format --quiet src tests
+
+clean:  ## remove .venv, caches and build output
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist
+	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# Debian's python3 has no ensurepip unless python3-venv is installed. The second way needs only pip: it makes an empty
+# environment and lets the outer pip fill it, without touching the system's packages.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Headwater needs Python 3.11 or newer, and '$(PYTHON)' is not. Try: make PYTHON=python3.12" >&2; exit 1; }
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		echo "$(PYTHON) -m venv $(VENV)"; \
+		$(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1 \
+		|| { echo "no ensurepip here (Debian: package python3-venv); filling $(VENV) with the system's pip"; \
+			$(PYTHON) -m venv --clear --without-pip $(VENV) \
+			&& $(PYTHON) -m pip --python $(BIN)/python install --quiet --disable-pip-version-check pip; } \
+		|| { echo "Cannot create $(VENV). On Debian, as root: apt-get install python3-venv" >&2; exit 1; }; \
+	fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Never fails: the tests that need a Redis server skip, saying so, where there is none.
+# RUNLEVEL=1 keeps Debian from starting a server of its own; the tests start theirs.
+redis-server:
+	@if command -v redis-server >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "apt-get install redis-server"; \
+		{ apt-get update -qq \
+			&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server; \
+		} >/dev/null || echo "MISSING: redis-server could not be installed; the tests that need it will be skipped"; \
+	else \
+		echo "MISSING: redis-server; the tests that need it will be skipped (as root: apt-get install redis-server)"; \
+	fi

@@ -1,0 +1,121 @@
+"""Headwater: one KV cache under every LLM engine.
+
+    import headwater as hw
+
+    pool = hw.open_pool("shm:///headwater?capacity=8GiB")
+    space = pool.space(identity, spec)
+    hit = space.match(space.keys(tokens))
+
+Names are imported on first use, so that `import headwater` costs milliseconds and no numpy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headwater.errors import (
+        BufferMismatchError,
+        CapacityError,
+        DeadlineError,
+        FormatVersionError,
+        HeadwaterError,
+        IdentityError,
+        InvalidArgumentError,
+        SettingsMismatchError,
+        SpecError,
+        SpecMismatchError,
+        StoreClosedError,
+        StoreDamagedError,
+        StoreError,
+        StorePermissionError,
+        TokenError,
+        TopologyError,
+        UrlError,
+    )
+    from headwater.kv.checkpoint import digest_checkpoint
+    from headwater.kv.hashing import ChunkKeys, ChunkRef, Extra
+    from headwater.kv.identity import Identity
+    from headwater.kv.spec import KVSpec, Plane
+    from headwater.kv.topology import Shard, Split, Topology, whole_shard
+    from headwater.pool.buffers import RawBuffer
+    from headwater.pool.pool import Pool, PoolStats, open_pool
+    from headwater.pool.space import Match, RequestLease, Space
+    from headwater.stores.base import ChunkInfo, Piece, Status, StoreStats, VerifyReport
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "headwater.errors": (
+        "BufferMismatchError CapacityError DeadlineError FormatVersionError HeadwaterError IdentityError "
+        "InvalidArgumentError SettingsMismatchError SpecError SpecMismatchError StoreClosedError StoreDamagedError "
+        "StoreError StorePermissionError TokenError TopologyError UrlError"
+    ),
+    "headwater.kv.checkpoint": "digest_checkpoint",
+    "headwater.kv.hashing": "ChunkKeys ChunkRef Extra",
+    "headwater.kv.identity": "Identity",
+    "headwater.kv.spec": "KVSpec Plane",
+    "headwater.kv.topology": "Shard Split Topology whole_shard",
+    "headwater.pool.buffers": "RawBuffer",
+    "headwater.pool.pool": "Pool PoolStats open_pool",
+    "headwater.pool.space": "Match RequestLease Space",
+    "headwater.stores.base": "ChunkInfo Piece Status StoreStats VerifyReport",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = [
+    "BufferMismatchError",
+    "CapacityError",
+    "ChunkInfo",
+    "ChunkKeys",
+    "ChunkRef",
+    "DeadlineError",
+    "Extra",
+    "FormatVersionError",
+    "HeadwaterError",
+    "Identity",
+    "IdentityError",
+    "InvalidArgumentError",
+    "KVSpec",
+    "Match",
+    "Piece",
+    "Plane",
+    "Pool",
+    "PoolStats",
+    "RawBuffer",
+    "RequestLease",
+    "SettingsMismatchError",
+    "Shard",
+    "Space",
+    "SpecError",
+    "SpecMismatchError",
+    "Split",
+    "Status",
+    "StoreClosedError",
+    "StoreDamagedError",
+    "StoreError",
+    "StorePermissionError",
+    "StoreStats",
+    "TokenError",
+    "Topology",
+    "TopologyError",
+    "UrlError",
+    "VerifyReport",
+    "__version__",
+    "digest_checkpoint",
+    "open_pool",
+    "whole_shard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'headwater' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,93 @@
+"""Every exception that Headwater raises on purpose, in one tree.
+
+The data path does not raise for one bad item of a batch: it returns a `Status` for it. What is raised is
+what a caller must change before going on: an argument, a URL, a permission, a version.
+
+    HeadwaterError
+    ├── InvalidArgumentError (ValueError)   an argument is wrong, whatever the store holds
+    │   ├── SpecError                       a KVSpec that describes no possible KV
+    │   ├── IdentityError                   weights that cannot be named with certainty
+    │   ├── TopologyError                   a parallel layout that cannot exist for this spec
+    │   ├── TokenError                      token ids or extras that cannot be hashed
+    │   ├── BufferMismatchError             a caller's buffer has the wrong size, strides or rights
+    │   └── UrlError                        a store URL that cannot be understood
+    └── StoreError                          the store cannot do what was asked
+        ├── CapacityError                   too small for one chunk, or no room on the device
+        ├── StorePermissionError            the operating system said no
+        ├── FormatVersionError              written by a newer Headwater
+        ├── SettingsMismatchError           the store exists with other settings than the URL asks for
+        ├── SpecMismatchError               the store holds these weights with another spec
+        ├── StoreDamagedError               unreadable, and in use by others, so it cannot be replaced
+        ├── DeadlineError                   opening or administration took longer than its deadline
+        └── StoreClosedError                used after close
+"""
+
+from __future__ import annotations
+
+
+class HeadwaterError(Exception):
+    """Base of everything Headwater raises on purpose."""
+
+
+class InvalidArgumentError(HeadwaterError, ValueError):
+    """An argument is wrong; the message says what was expected."""
+
+
+class SpecError(InvalidArgumentError):
+    """The spec describes no possible KV."""
+
+
+class IdentityError(InvalidArgumentError):
+    """The weights cannot be named with certainty."""
+
+
+class TopologyError(InvalidArgumentError):
+    """The parallel layout cannot exist for this spec."""
+
+
+class TokenError(InvalidArgumentError):
+    """Token ids or extras that cannot be hashed."""
+
+
+class BufferMismatchError(InvalidArgumentError):
+    """A caller's buffer has the wrong size, strides or rights."""
+
+
+class UrlError(InvalidArgumentError):
+    """A store URL that cannot be understood."""
+
+
+class StoreError(HeadwaterError):
+    """The store cannot do what was asked."""
+
+
+class CapacityError(StoreError):
+    """The store is too small for one chunk, or its device has no room."""
+
+
+class StorePermissionError(StoreError):
+    """The operating system refused access."""
+
+
+class FormatVersionError(StoreError):
+    """The store was written by a newer Headwater."""
+
+
+class SettingsMismatchError(StoreError):
+    """The store exists with other settings than the URL asks for."""
+
+
+class SpecMismatchError(StoreError):
+    """The store holds KV of these weights under another spec."""
+
+
+class StoreDamagedError(StoreError):
+    """The store is unreadable and in use by others, so it cannot be replaced."""
+
+
+class DeadlineError(StoreError):
+    """Opening or administration took longer than its deadline."""
+
+
+class StoreClosedError(StoreError):
+    """The store was used after it was closed."""
