@@ -1,0 +1,213 @@
+"""The store protocol: what the pool asks of a place where bytes live.
+
+Calls are batched and answer with one `Status` per item; an exception means that the call itself was wrong or that
+the store cannot be used at all. Nothing here says how a store keeps its promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import Shard, Split
+
+Tiles = npt.NDArray[np.uint8]
+"""Bytes of one shard's piece of one chunk: shape (layers, heads, bytes of a tile part), the last axis contiguous."""
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) during long work."""
+
+
+class Status(IntEnum):
+    """What became of one item."""
+
+    OK = 0
+    EXISTS = 1  # write: it is already there, by whomever; nothing was copied
+    MISS = 2  # read: not there, or gone meanwhile
+    DAMAGED = 3  # read: its bytes did not verify; it has been removed and counted
+    TIMEOUT = 4  # the deadline passed; nothing was stored, or what was read must not be used
+    BUSY = 5  # write: another server is writing this chunk right now
+    FULL = 6  # write: no room, and nothing that may be evicted
+    NO_PARENT = 7  # write: the chunk before this one is not in the store, so this one could never be found
+    LOST = 8  # write: the reservation was taken away (over-age, aborted by another rank, cleared)
+
+    @property
+    def stored(self) -> bool:
+        """Whether the item is in the store now, or this rank's part of it is."""
+        return self <= Status.EXISTS
+
+
+@dataclass(frozen=True)
+class SpaceRef:
+    """One model's KV in one chunk size. `key` and `payload` describe it in the index."""
+
+    spec: KVSpec
+    chunk_tokens: int
+    key: bytes
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class RootRef:
+    """Where one tenant's and adapter's chains begin in a space."""
+
+    space: SpaceRef
+    key: bytes
+    payload: bytes
+
+
+class Piece(NamedTuple):
+    """One shard's part of one chunk, and the caller's memory for it."""
+
+    chunk: ChunkRef
+    shard: Shard
+    tiles: Tiles
+
+
+class Run(NamedTuple):
+    """How many keys in a row are there, and the lengths of the newest tails under the last of them."""
+
+    length: int
+    tails: tuple[int, ...]
+
+
+class ChunkInfo(NamedTuple):
+    """One complete chunk, for listings."""
+
+    key: bytes
+    space: dict[str, Any]
+    root: dict[str, Any]
+    number: int
+    num_tokens: int
+    num_bytes: int
+    is_tail: bool
+    pinned: bool
+    leased: bool
+    last_used_ns: int
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """A store at one moment. Byte counts are exact; event counts are since the store was created."""
+
+    url: str
+    capacity_bytes: int
+    data_bytes: int
+    used_bytes: int
+    pending_bytes: int
+    index_bytes: int
+    index_used_bytes: int
+    chunks: int
+    members: int
+    stored: int
+    stored_bytes: int
+    evicted: int
+    damaged: int
+    aborted: int
+    rebuilds: int
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a full check found. `clean` means nothing was wrong; damaged chunks have been removed."""
+
+    chunks: int
+    tiles: int
+    bytes: int
+    damaged: int
+    problems: tuple[str, ...]
+
+    @property
+    def clean(self) -> bool:
+        """No damage and no broken invariant."""
+        return not self.damaged and not self.problems
+
+
+class Lease(Protocol):
+    """Keeps one chunk, and so its whole prefix, from eviction. Released by `release`, `with`, or the holder's death."""
+
+    def release(self) -> None:
+        """End it. Doing so twice is once."""
+
+
+class Reservation(Protocol):
+    """A pending extent of a mapped store, open for this process to fill in place."""
+
+    status: Status
+
+    @property
+    def tiles(self) -> Tiles | None:
+        """The extent's bytes as (layers, heads, tile bytes), to be filled in place; None where there is no extent."""
+
+    def commit(self, layers: range, heads: range, part: int, sums: Sequence[int]) -> Status:
+        """Say that these tiles (or this part of them) are in place, with their checksums in [layer][head] order."""
+
+    def abort(self) -> None:
+        """Give the chunk up for the whole group."""
+
+    def close(self) -> None:
+        """Stop writing. The extent is fenced until then."""
+
+
+class Store(Protocol):
+    """Where bytes live. Safe from many threads; embedded stores also from many processes."""
+
+    mapped: bool
+    max_extent_bytes: int
+
+    def check_space(self, space: SpaceRef) -> None:
+        """Raise SpecMismatchError if this identity is stored under another spec."""
+
+    def run(self, root: RootRef, keys: list[bytes]) -> Run:
+        """The longest run of complete chunks. Takes no lock and has no side effects."""
+
+    def exists(self, root: RootRef, chunks: Sequence[ChunkRef]) -> list[bool]:
+        """Whether each chunk is complete."""
+
+    def touch(self, key: bytes) -> None:
+        """Note a use of this chunk, and so of its prefix."""
+
+    def read(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
+        """Copy into the callers' memory and verify there. Memory of an item that is not OK holds garbage."""
+
+    def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
+        """Copy from the callers' memory, parents before children."""
+
+    def reserve(
+        self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline_s: float | None = None
+    ) -> Sequence[Reservation]:
+        """Open extents for writing in place (mapped stores only)."""
+
+    def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[Lease, Tiles] | Status:
+        """A verified, read-only view of the stored bytes, valid until the lease is released (mapped stores only)."""
+
+    def lease(self, root: RootRef, key: bytes) -> Lease | None:
+        """Keep a chunk and its prefix from eviction; None if it is not there or the process holds too many."""
+
+    def pin(self, root: RootRef, key: bytes, pinned: bool) -> Status:
+        """Keep a chunk and its prefix until further notice, across processes and restarts."""
+
+    def remove(self, root: RootRef, keys: Sequence[bytes]) -> list[Status]:
+        """Forget chunks, and with them what hangs below."""
+
+    def clear(self, match: Callable[[dict[str, Any], dict[str, Any]], bool] | None, progress: Progress | None) -> int:
+        """Forget whole roots, chosen by (space, root) descriptions; None for all. Chunks removed."""
+
+    def scan(self) -> Iterator[ChunkInfo]:
+        """Every complete chunk, in no particular order."""
+
+    def stats(self) -> StoreStats:
+        """The store now."""
+
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        """Read every byte and check every invariant; damaged chunks are removed."""
+
+    def close(self) -> None:
+        """Let go. Idempotent."""

@@ -1,0 +1,338 @@
+"""Opening embedded stores: finding or making the files, joining as a member, sharing one core per process and store.
+
+    DIR/index               header, directory, maps and records (see `layout`), mapped by every process
+    DIR/members             slots and locks of the processes that have the store open (see `members`)
+    DIR/data-GEN-0000 …     segments of bytes; GEN is the index's generation
+
+`shm:///NAME` lives in /dev/shm/NAME, `file:///DIR` in DIR, `memory://` in private memory of the same shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from headwater.errors import (
+    CapacityError,
+    DeadlineError,
+    FormatVersionError,
+    SettingsMismatchError,
+    StoreDamagedError,
+    StoreError,
+    StorePermissionError,
+)
+from headwater.stores.embedded.core import Core
+from headwater.stores.embedded.data import Data, FileData, MappedData
+from headwater.stores.embedded.index import Index
+from headwater.stores.embedded.layout import (
+    HEADER_BYTES,
+    INDEX_VERSION,
+    PAGE,
+    Geometry,
+    Word,
+    choose_geometry,
+    decode_header,
+)
+from headwater.stores.embedded.members import LocalMembers, Members, SharedMembers, new_group
+from headwater.stores.embedded.store import DEFAULT_DEADLINE_S, EmbeddedStore
+from headwater.stores.embedded.units import ABSENT_UNIT
+from headwater.stores.policy import create_policy
+from headwater.stores.url import StoreUrl, format_size
+
+SHM_ROOT = "/dev/shm"
+_OPEN_DEADLINE_S = 10.0
+
+
+@dataclass
+class _Shared:
+    core: Core
+    uses: int
+
+
+_cores: dict[tuple[int, int, int], _Shared] = {}
+_local_cores: list[Core] = []
+_registry_lock = threading.RLock()
+
+
+def open_embedded(url: StoreUrl, group: int | None = None) -> EmbeddedStore:
+    """Open or create the store. `group` names the server this process belongs to; by default it is its own."""
+    deadline_s = url.seconds("deadline", DEFAULT_DEADLINE_S)
+    create_policy(url.options.get("policy", "lru"))
+    if url.scheme == "memory":
+        core = _memory_core(url, group or new_group())
+        with _registry_lock:
+            _local_cores.append(core)
+
+        def release() -> None:
+            with _registry_lock, contextlib.suppress(ValueError):
+                _local_cores.remove(core)
+            core.close()
+
+        return EmbeddedStore(core, str(url), deadline_s, release)
+    with _system_errors(url), _registry_lock:
+        return _open_shared(url, group, deadline_s)
+
+
+def store_directory(url: StoreUrl) -> str:
+    """Where the files of a `shm://` or `file://` store are."""
+    return os.path.join(SHM_ROOT, url.path.lstrip("/")) if url.scheme == "shm" else url.path
+
+
+def destroy(url: StoreUrl) -> None:
+    """Delete a store's files. Raises StoreError while any process has it open."""
+    directory = store_directory(url)
+    with _system_errors(url):
+        if not os.path.exists(os.path.join(directory, "members")):
+            return
+        members = SharedMembers(os.path.join(directory, "members"), 0)
+        try:
+            if members.count():
+                raise StoreError(f"{url} is open in {members.count()} processes; stop them first")
+            _remove_files(directory, keep=None)
+            os.unlink(os.path.join(directory, "members"))
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+        finally:
+            members.close()
+
+
+def default_capacity(url: StoreUrl) -> int:
+    """What a store gets when its URL says nothing: for shm min(8 GiB, 25 % of RAM, 80 % of what /dev/shm has free)."""
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if url.scheme == "memory":
+        return min(2 << 30, ram // 4)
+    directory = store_directory(url)
+    while not os.path.exists(directory):
+        directory = os.path.dirname(directory)
+    free = shutil.disk_usage(directory).free
+    return min(8 << 30, ram // 4, free * 8 // 10) if url.scheme == "shm" else min(64 << 30, free * 8 // 10)
+
+
+# ---- private memory ---------------------------------------------------------------------------------------------
+def _memory_core(url: StoreUrl, group: int) -> Core:
+    geometry = _new_geometry(url)
+    mapping = mmap.mmap(-1, geometry.index_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    index = Index(mapping, geometry)
+    index.units.fill(0, geometry.num_units, ABSENT_UNIT)
+    data = MappedData(geometry, None)
+    return Core(str(url), geometry, index, LocalMembers(group), data, create_policy(geometry.policy))
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+def _open_shared(url: StoreUrl, group: int | None, deadline_s: float) -> EmbeddedStore:
+    directory = store_directory(url)
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    path = os.path.join(directory, "members")
+    for key, shared in _cores.items():
+        with contextlib.suppress(FileNotFoundError):
+            at = os.stat(path)
+            if key[:2] == (at.st_dev, at.st_ino) and group in (None, shared.core.members.group):
+                _check_settings(url, shared.core.geometry)
+                shared.uses += 1
+                return EmbeddedStore(shared.core, str(url), deadline_s, partial(_release, key))
+    members = SharedMembers(path, group or new_group())
+    try:
+        with members.creating(time.monotonic() + _OPEN_DEADLINE_S) as held:
+            if not held:
+                raise DeadlineError(f"{url}: another process has been opening it for {_OPEN_DEADLINE_S:.0f} s")
+            core = _open_files(url, directory, members)
+    except BaseException:
+        members.close()
+        raise
+    at = os.stat(path)
+    key = (at.st_dev, at.st_ino, core.members.group)
+    _cores[key] = _Shared(core, 1)
+    return EmbeddedStore(core, str(url), deadline_s, partial(_release, key))
+
+
+def _open_files(url: StoreUrl, directory: str, members: SharedMembers) -> Core:
+    path = os.path.join(directory, "index")
+    geometry = _read_geometry(url, path)
+    if geometry is None and os.path.exists(path) and members.count():
+        raise StoreDamagedError(
+            f"{url}: the index is unreadable and other processes use the store; stop them, then open it again"
+        )
+    fresh = geometry is None
+    if geometry is None:
+        geometry = _create_index(url, directory, path)
+    else:
+        _check_settings(url, geometry)
+    members.join()
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        mapping = mmap.mmap(fd, geometry.index_bytes)
+    finally:
+        os.close(fd)
+    index = Index(mapping, geometry)
+    data: Data = MappedData(geometry, directory) if url.scheme == "shm" else FileData(geometry, directory)
+    core = Core(str(url), geometry, index, members, data, create_policy(geometry.policy))
+    if not fresh:
+        _settle(core)
+    return core
+
+
+def _settle(core: Core) -> None:
+    """On opening what others left: rebuild if they died writing or the machine went down, free what the dead held.
+
+    A process stopped inside the lock must not keep us out: then this waits for the next writer.
+    """
+    words, boot = core.index.words, _boot_id()
+    if words[Word.BOOT] != boot:
+        words[Word.DIRTY] = 1
+
+    def work() -> None:
+        core.janitor.sweep(core.members.published())
+        words[Word.BOOT] = boot
+
+    with contextlib.suppress(DeadlineError):
+        core.transact(work, time.monotonic() + DEFAULT_DEADLINE_S)
+
+
+def _read_geometry(url: StoreUrl, path: str) -> Geometry | None:
+    """The geometry of an existing index; None where there is none that can be read."""
+    try:
+        with open(path, "rb") as file:
+            first = file.read(HEADER_BYTES)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - PAGE))
+            last = file.read(HEADER_BYTES)
+    except FileNotFoundError:
+        return None
+    for raw in (first, last):
+        geometry = decode_header(raw)
+        if isinstance(geometry, int):
+            raise FormatVersionError(
+                f"{url} was written by a newer Headwater (index version {geometry}, this one knows {INDEX_VERSION}); "
+                "upgrade, or use another path"
+            )
+        if geometry is not None and geometry.index_bytes == size:
+            return geometry
+    return None
+
+
+def _create_index(url: StoreUrl, directory: str, path: str) -> Geometry:
+    """Make a new index beside nothing, or in place of an unreadable one whose segments go with it."""
+    geometry = _new_geometry(url)
+    _check_room(url, directory, geometry)
+    _remove_files(directory, keep=None)
+    temporary = path + ".new"
+    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        # Storage for all of it: a store into a hole of a full device would be a SIGBUS, not an error.
+        os.posix_fallocate(fd, 0, geometry.index_bytes)
+        header = geometry.encode()
+        os.pwrite(fd, header, 0)
+        os.pwrite(fd, header, geometry.index_bytes - PAGE)
+        os.pwrite(fd, bytes((ABSENT_UNIT,)) * geometry.num_units, geometry.unit_map_offset)
+        os.pwrite(fd, _boot_id().to_bytes(8, "little"), Word.offset(Word.BOOT))
+    except BaseException:
+        os.close(fd)
+        os.unlink(temporary)
+        raise
+    os.close(fd)
+    os.rename(temporary, path)
+    return geometry
+
+
+def _new_geometry(url: StoreUrl) -> Geometry:
+    capacity = url.size("capacity") or default_capacity(url)
+    policy = url.options.get("policy", "lru")
+    index, segment = url.size("index"), url.size("segment")
+    return choose_geometry(capacity, index, segment, policy, secrets.token_bytes(16), time.time_ns())
+
+
+def _check_settings(url: StoreUrl, geometry: Geometry) -> None:
+    """What the URL says must be what the store is. What it does not say is as it is."""
+    wanted = {"capacity": geometry.capacity, "index": geometry.index_bytes, "segment": geometry.segment_bytes}
+    expected = choose_geometry(
+        url.size("capacity") or geometry.capacity,
+        url.size("index") or (None if url.size("capacity") else geometry.index_bytes),
+        url.size("segment") or geometry.segment_bytes,
+        geometry.policy,
+        geometry.generation,
+        geometry.created_ns,
+    )
+    asked = {"capacity": expected.capacity, "index": expected.index_bytes, "segment": expected.segment_bytes}
+    for name, actual in wanted.items():
+        if url.size(name) is not None and asked[name] != actual:
+            raise SettingsMismatchError(
+                f"{url}: the store exists with {name}={format_size(actual)}; leave the option out, "
+                "or remove the store first (headwater pool clear --remove)"
+            )
+    if url.options.get("policy", geometry.policy) != geometry.policy:
+        raise SettingsMismatchError(f"{url}: the store exists with policy={geometry.policy}")
+
+
+def _check_room(url: StoreUrl, directory: str, geometry: Geometry) -> None:
+    usage = shutil.disk_usage(directory)
+    if geometry.capacity <= usage.free:
+        return
+    hint = "; in Docker, start the container with a larger --shm-size" if url.scheme == "shm" else ""
+    raise CapacityError(
+        f"{url}: a capacity of {format_size(geometry.capacity)} does not fit, "
+        f"{directory} has {format_size(usage.free)} free of {format_size(usage.total)}{hint}"
+    )
+
+
+def _remove_files(directory: str, keep: str | None) -> None:
+    for name in os.listdir(directory):
+        if name in ("index", "index.new") or (name.startswith("data-") and name[-5:-4] == "-" and name != keep):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(directory, name))
+
+
+def _boot_id() -> int:
+    """A number that changes when the machine restarts: what was not flushed before it may be torn."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return int(file.read().replace("-", "")[:15], 16)
+    except (OSError, ValueError):
+        return 0
+
+
+@contextlib.contextmanager
+def _system_errors(url: StoreUrl) -> Iterator[None]:
+    """The operating system's errors on opening, as ours."""
+    try:
+        yield
+    except PermissionError as error:
+        raise StorePermissionError(f"{url}: no permission for {error.filename or url.path}") from error
+    except (FileExistsError, NotADirectoryError) as error:
+        raise StoreError(f"{url}: {error.filename or url.path} is not a directory") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            hint = "; in Docker, start the container with a larger --shm-size" if url.scheme == "shm" else ""
+            raise CapacityError(f"{url}: no space left on the device{hint}") from error
+        raise StoreError(f"{url}: {error.strerror or error}") from error
+
+
+# ---- sharing and forking ----------------------------------------------------------------------------------------
+def _release(key: tuple[int, int, int]) -> None:
+    with _registry_lock:
+        shared = _cores.get(key)
+        if shared is not None:
+            shared.uses -= 1
+            if not shared.uses:
+                del _cores[key]
+                shared.core.close()
+
+
+def _after_fork_in_child() -> None:
+    global _registry_lock
+    _registry_lock = threading.RLock()
+    for core in [*_local_cores, *(shared.core for shared in _cores.values())]:
+        core.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+__all__ = ["EmbeddedStore", "Members", "default_capacity", "destroy", "open_embedded", "store_directory"]

@@ -1,0 +1,119 @@
+"""The parts of one open embedded store, and the two ways to change it: a transaction, and more storage.
+
+A transaction holds the write lock and nothing but memory operations. It leaves a mark while it runs, so that
+whoever takes the lock after its death rebuilds the index first.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import struct
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from headwater.errors import DeadlineError, HeadwaterError, StoreClosedError, StoreDamagedError
+from headwater.stores.embedded.data import Data
+from headwater.stores.embedded.index import Index, IndexDamage
+from headwater.stores.embedded.janitor import Janitor
+from headwater.stores.embedded.layout import Geometry, Word
+from headwater.stores.embedded.members import Members
+from headwater.stores.embedded.units import FREE_UNIT
+from headwater.stores.policy import EvictionPolicy
+
+T = TypeVar("T")
+log = logging.getLogger("headwater")
+
+_GROW_PAUSE_S = 10.0
+
+
+class Core:
+    """Geometry, index, members, data and janitor of one store, as one process sees them."""
+
+    def __init__(
+        self, name: str, geometry: Geometry, index: Index, members: Members, data: Data, policy: EvictionPolicy
+    ) -> None:
+        self.name = name
+        self.geometry = geometry
+        self.index = index
+        self.members = members
+        self.data = data
+        self.janitor = Janitor(geometry, index, members, data, policy)
+        self.closed = False
+        self._grow_after = 0.0
+
+    def transact(self, work: Callable[[], T], deadline: float) -> T:
+        """Run `work` under the write lock. Raises DeadlineError where the lock is not to be had in time."""
+        if self.closed:
+            raise StoreClosedError(f"{self.name} was closed")
+        if not self.members.lock(deadline):
+            raise DeadlineError(f"{self.name}: another process holds the write lock and does not let go")
+        words = self.index.words
+        try:
+            for _ in range(2):
+                if words[Word.DIRTY] or words[Word.SUSPECT]:
+                    words[Word.DIRTY] = 1
+                    self.janitor.rebuild()
+                    log.warning("%s: the index was rebuilt from its records", self.name)
+                words[Word.DIRTY] = 1
+                try:
+                    result = work()
+                except HeadwaterError:
+                    words[Word.DIRTY] = 0  # raised on purpose, before anything was changed
+                    raise
+                except (IndexDamage, IndexError, OverflowError, ValueError, struct.error) as error:
+                    # Only noise in the index leads here; the mark stays, so that the next round rebuilds.
+                    log.warning("%s: the index contradicts itself (%s)", self.name, error)
+                    continue
+                words[Word.DIRTY] = 0
+                return result
+        finally:
+            self.members.unlock()
+        raise StoreDamagedError(f"{self.name}: the index is being damaged faster than it can be rebuilt")
+
+    def grow(self, deadline: float) -> bool:
+        """Put storage behind the next segment, outside the lock; whether there is more room now."""
+        words, segment = self.index.words, self.index.words[Word.BACKED]
+        if segment >= self.geometry.num_segments or time.monotonic() < self._grow_after:
+            return False
+        try:
+            self.data.back(segment)
+        except OSError as error:
+            # A full device is no reason to stop: the pool lives on in the segments it has.
+            self._grow_after = time.monotonic() + _GROW_PAUSE_S
+            reason = "no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
+            log.warning("%s: segment %d gets no storage (%s); evicting instead", self.name, segment, reason)
+            return False
+
+        def activate() -> None:
+            if words[Word.BACKED] == segment:
+                units = self.geometry.units_per_segment
+                count = min(units, self.geometry.num_units - segment * units)
+                self.index.units.fill(segment * units, count, FREE_UNIT)
+                words[Word.BACKED] = segment + 1
+
+        self.transact(activate, deadline)
+        return True
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether another segment might be had."""
+        return self.index.words[Word.BACKED] < self.geometry.num_segments and time.monotonic() >= self._grow_after
+
+    def after_fork(self) -> None:
+        """In a forked child: a member of its own, with locks of its own."""
+        self.data.after_fork()
+        try:
+            self.members.after_fork()
+        except (OSError, HeadwaterError) as error:
+            self.closed = True  # no slot for the child: it must not touch what it cannot protect
+            log.warning("%s: closed in the forked child: %s", self.name, error)
+
+    def close(self) -> None:
+        """Let go of files and mappings."""
+        if not self.closed:
+            self.closed = True
+            self.index.close()
+            self.data.close()
+            self.members.close()

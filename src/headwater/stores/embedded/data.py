@@ -1,0 +1,332 @@
+"""The bytes of an embedded store: segments of one size, in private memory, in shared memory or in files.
+
+Mapped segments are copied with the CPU; files with `preadv` and `pwritev`, never through a mapping, because a page
+fault cannot time out. Segments get their storage when first needed (`back`), outside any lock.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater.stores.embedded.layout import Geometry
+
+Bytes = npt.NDArray[np.uint8]
+
+Sources = tuple[int, Sequence[Bytes]]
+"""An offset, and the pieces that go there one after another."""
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+
+
+class Data(Protocol):
+    """Segments of bytes, addressed by one global offset. A range never crosses a segment."""
+
+    mapped: bool
+
+    def back(self, segment: int) -> None:
+        """Give a segment storage. Raises OSError where there is none. Idempotent, slow, takes no lock."""
+
+    def is_backed(self, segment: int) -> bool:
+        """Whether a segment has all its storage."""
+
+    def view(self, offset: int, length: int) -> Bytes:
+        """The bytes themselves (mapped data only)."""
+
+    def load(self, offset: int, targets: Sequence[Bytes], deadline: float) -> bool:
+        """Fill consecutive targets from consecutive bytes; False if that did not succeed by `deadline`.
+
+        After False nobody writes into the targets any more.
+        """
+
+    def save(self, runs: Sequence[Sources], deadline: float, done: Callable[[], None]) -> bool:
+        """Write each run's sources one after another from its offset; False if it failed or is late.
+
+        `done` is called once, when nobody writes any more: before the return, or after a late end.
+        """
+
+    def after_fork(self) -> None:
+        """In a forked child: locks of its own."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class MappedData:
+    """Segments that the CPU can address. With a directory they are files in it, without one private memory."""
+
+    mapped = True
+
+    def __init__(self, geometry: Geometry, directory: str | None) -> None:
+        self._geometry = geometry
+        self._directory = directory
+        self._mappings: list[mmap.mmap | None] = [None] * geometry.num_segments
+        self._arrays: list[Bytes | None] = [None] * geometry.num_segments
+        self._lock = threading.Lock()
+
+    def back(self, segment: int) -> None:
+        if self._directory is None:
+            self._attach(segment)
+            return
+        path = segment_path(self._directory, self._geometry, segment)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, self._geometry.segment_size(segment))
+        finally:
+            os.close(fd)
+        self._attach(segment)
+
+    def is_backed(self, segment: int) -> bool:
+        if self._directory is None or self._arrays[segment] is not None:
+            return self._arrays[segment] is not None
+        return _has_storage(self._directory, self._geometry, segment)
+
+    def view(self, offset: int, length: int) -> Bytes:
+        segment, start = divmod(offset, self._geometry.segment_bytes)
+        array = self._arrays[segment]
+        if array is None:
+            array = self._attach(segment)
+        if start + length > array.size:
+            raise IndexError("range crosses the end of a segment")
+        return array[start : start + length]
+
+    def load(self, offset: int, targets: Sequence[Bytes], deadline: float) -> bool:
+        for target in targets:
+            np.copyto(target, self.view(offset, target.size))
+            offset += target.size
+        return True
+
+    def save(self, runs: Sequence[Sources], deadline: float, done: Callable[[], None]) -> bool:
+        try:
+            for offset, sources in runs:
+                for source in sources:
+                    np.copyto(self.view(offset, source.size), source)
+                    offset += source.size
+        except OSError:
+            return False
+        finally:
+            done()
+        return True
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self._arrays = [None] * len(self._arrays)
+        for mapping in self._mappings:
+            if mapping is not None:
+                try:
+                    mapping.close()
+                except BufferError:
+                    continue  # somebody still holds a borrowed view; the mapping goes with it
+        self._mappings = [None] * len(self._mappings)
+
+    def _attach(self, segment: int) -> Bytes:
+        with self._lock:
+            array = self._arrays[segment]
+            if array is not None:
+                return array
+            size = self._geometry.segment_size(segment)
+            if self._directory is None:
+                # Private, so that a forked child gets a copy and not a share without a lock.
+                mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            else:
+                fd = os.open(segment_path(self._directory, self._geometry, segment), os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    if os.fstat(fd).st_size < size:
+                        raise FileNotFoundError(f"segment {segment} is shorter than {size} bytes")
+                    mapping = mmap.mmap(fd, size)
+                finally:
+                    os.close(fd)
+            try:
+                # First touch of a fresh page costs five times its copy: pay it now, in one call.
+                mapping.madvise(_POPULATE_WRITE)
+            except (OSError, ValueError):
+                pass  # an older kernel: the pages come when they are touched
+            self._mappings[segment] = mapping
+            array = np.frombuffer(mapping, np.uint8)
+            self._arrays[segment] = array
+            return array
+
+
+class FileData:
+    """Segments in ordinary files, for stores on a disk.
+
+    Reads never leave a thread behind that could write into the caller's memory after the deadline: the caller's own
+    thread takes what the page cache has (`RWF_NOWAIT`), and where that is not enough a worker reads the range into
+    a scratch buffer of its own, only to warm the cache.
+    """
+
+    mapped = False
+
+    def __init__(self, geometry: Geometry, directory: str) -> None:
+        self._geometry = geometry
+        self._directory = directory
+        self._fds: list[int | None] = [None] * geometry.num_segments
+        self._lock = threading.Lock()
+        self._workers = Workers(4)
+        self._nowait = hasattr(os, "RWF_NOWAIT")
+
+    def back(self, segment: int) -> None:
+        os.posix_fallocate(self._fd(segment, os.O_CREAT), 0, self._geometry.segment_size(segment))
+
+    def is_backed(self, segment: int) -> bool:
+        return _has_storage(self._directory, self._geometry, segment)
+
+    def view(self, offset: int, length: int) -> Bytes:
+        raise IndexError("a file store is not mapped")
+
+    def load(self, offset: int, targets: Sequence[Bytes], deadline: float) -> bool:
+        segment, start = divmod(offset, self._geometry.segment_bytes)
+        try:
+            fd = self._fd(segment)
+        except OSError:
+            return False
+        flat = [memoryview(target) for target in targets]
+        total = sum(len(view) for view in flat)
+        done = 0
+        while done < total:
+            got = self._read_cached(fd, _rest(flat, done), start + done)
+            if got > 0:
+                done += got
+                continue
+            if got == 0 or time.monotonic() >= deadline:
+                return False  # beyond the end of a file that was cut, or too late
+            scratch = bytearray(min(total - done, 1 << 20))
+            warmed = self._workers.call(partial(os.preadv, fd, [scratch], start + done), deadline)
+            if not isinstance(warmed, int) or warmed == 0:
+                return False
+            if not self._nowait:
+                _spread(scratch[:warmed], _rest(flat, done))
+                done += warmed
+        return True
+
+    def _read_cached(self, fd: int, targets: list[memoryview], offset: int) -> int:
+        """Bytes read from the page cache; 0 at the end of the file; -1 where it would have to wait."""
+        if not self._nowait:
+            return -1
+        try:
+            return os.preadv(fd, targets[:1024], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return -1
+        except OSError:
+            # This filesystem cannot say (EOPNOTSUPP): bounce through the worker's buffer from now on.
+            self._nowait = False
+            return -1
+
+    def save(self, runs: Sequence[Sources], deadline: float, done: Callable[[], None]) -> bool:
+        def work() -> bool:
+            try:
+                for offset, sources in runs:
+                    segment, start = divmod(offset, self._geometry.segment_bytes)
+                    fd, views = self._fd(segment), [memoryview(source) for source in sources]
+                    total, at = sum(len(view) for view in views), 0
+                    while at < total:
+                        at += os.pwritev(fd, _rest(views, at)[:1024], start + at)
+                return True
+            finally:
+                done()
+
+        return self._workers.call(work, deadline) is True
+
+    def after_fork(self) -> None:
+        self._lock, self._workers = threading.Lock(), Workers(4)
+
+    def close(self) -> None:
+        self._workers.close()
+        for fd in self._fds:
+            if fd is not None:
+                os.close(fd)
+        self._fds = [None] * len(self._fds)
+
+    def _fd(self, segment: int, create: int = 0) -> int:
+        with self._lock:
+            fd = self._fds[segment]
+            if fd is None:
+                path = segment_path(self._directory, self._geometry, segment)
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | create, 0o600)
+                self._fds[segment] = fd
+            return fd
+
+
+def segment_path(directory: str, geometry: Geometry, segment: int) -> str:
+    """Segments carry their store's generation, so that a replaced index never sees an older one's bytes."""
+    return os.path.join(directory, f"data-{geometry.generation.hex()}-{segment:04d}")
+
+
+def _has_storage(directory: str, geometry: Geometry, segment: int) -> bool:
+    try:
+        return os.stat(segment_path(directory, geometry, segment)).st_size >= geometry.segment_size(segment)
+    except OSError:
+        return False
+
+
+def _rest(views: list[memoryview], skip: int) -> list[memoryview]:
+    out = []
+    for view in views:
+        if skip >= len(view):
+            skip -= len(view)
+        else:
+            out.append(view[skip:] if skip else view)
+            skip = 0
+    return out
+
+
+def _spread(source: bytearray, targets: list[memoryview]) -> None:
+    at = 0
+    for target in targets:
+        take = min(len(target), len(source) - at)
+        if take <= 0:
+            return
+        target[:take] = source[at : at + take]
+        at += take
+
+
+class Workers:
+    """A few daemon threads for calls that may hang in the kernel. A call that is late is left to itself."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], list[object], threading.Event] | None] | None = None
+        self._lock = threading.Lock()
+
+    def call(self, work: Callable[[], object], deadline: float) -> object:
+        """Run `work` in a thread. Its result, the OSError it raised, or None where it is late."""
+        with self._lock:
+            if self._jobs is None:
+                self._jobs = queue.SimpleQueue()
+                for number in range(self._count):
+                    name = f"headwater-io-{number}"
+                    threading.Thread(target=_serve, args=(self._jobs,), name=name, daemon=True).start()
+            jobs = self._jobs
+        outcome: list[object] = []
+        ready = threading.Event()
+        jobs.put((work, outcome, ready))
+        return outcome[0] if ready.wait(max(0.0, deadline - time.monotonic())) else None
+
+    def close(self) -> None:
+        """Let the threads end when they are free."""
+        with self._lock:
+            if self._jobs is not None:
+                for _ in range(self._count):
+                    self._jobs.put(None)
+                self._jobs = None
+
+
+def _serve(jobs: queue.SimpleQueue[tuple[Callable[[], object], list[object], threading.Event] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        work, outcome, ready = job
+        try:
+            outcome.append(work())
+        except OSError as error:
+            outcome.append(error)
+        ready.set()

@@ -1,0 +1,328 @@
+"""The index of an embedded store: records found by key, by many readers without a lock and one writer with it.
+
+Readers copy a record and believe it only if its state word matches its content, so that a torn, freed or noisy
+record is a miss. Writers hold the store's write lock (see `members`) for every method marked so. A record's state is
+one aligned 64-bit store, which no kill can tear; everything else that a writer updates can be rebuilt.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater.kv.format import checksum
+from headwater.stores.embedded.layout import (
+    AGE_CELLS,
+    CELL,
+    CHILDREN,
+    COMPLETE,
+    FIXED_OFFSET,
+    FREE,
+    HEAD_BYTES,
+    MAGIC_AT,
+    NUM_TAILS,
+    PINNED,
+    RECORD_MAGIC,
+    REMAINING,
+    TAILS,
+    WORDS_OFFSET,
+    Geometry,
+    Record,
+    Word,
+    state_word,
+    unpack_record,
+)
+from headwater.stores.embedded.units import FREE_UNIT, USED_UNIT, UnitMap
+
+_U64, _U32, _TAILS = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct(f"<{NUM_TAILS}H")
+_TRIES = 4
+_MAX_PROBES = 1 << 16
+
+
+class IndexDamage(Exception):  # noqa: N818 - a condition that never leaves the store
+    """The index contradicts itself; the transaction is given up and the index rebuilt."""
+
+
+class Entry(NamedTuple):
+    """A record as it was found: where it lies, its state, its fixed part and the lengths of its tails."""
+
+    cell: int
+    state: int
+    record: Record
+    tails: tuple[int, ...]
+
+
+class Heads(NamedTuple):
+    """Columns over every record in the heap, for scans. Taken without validation: check a record before use."""
+
+    cell: npt.NDArray[np.int64]
+    state: npt.NDArray[np.uint64]
+    children: npt.NDArray[np.uint32]
+    pinned: npt.NDArray[np.uint32]
+
+
+class Index:
+    """See the module. All offsets handed in and out are cells, counted from the heap's beginning; cell 0 is unused."""
+
+    def __init__(self, mapping: mmap.mmap, geometry: Geometry) -> None:
+        g = self.geometry = geometry
+        self._map = mapping
+        view = memoryview(mapping)
+        self.words = view[WORDS_OFFSET : WORDS_OFFSET + 8 * Word.COUNT].cast("Q")
+        self._directory = view[g.directory_offset : g.directory_offset + 4 * g.directory_slots].cast("I")
+        self._mask = g.directory_slots - 1
+        self._ages = view[g.ages_offset : g.ages_offset + 8 * (g.num_cells // AGE_CELLS + 1)].cast("Q")
+        self._heap = g.heap_offset
+        self._words_of_heap = np.frombuffer(mapping, "<u8", g.num_cells * (CELL // 8), g.heap_offset).reshape(-1, 8)
+        self.cells = UnitMap(mapping, g.cell_map_offset, g.num_cells)
+        self.units = UnitMap(mapping, g.unit_map_offset, g.num_units)
+        self._view = view
+
+    def close(self) -> None:
+        """Let go of the mapping."""
+        del self._words_of_heap
+        for view in (self.words, self._directory, self._ages, self._view):
+            view.release()
+
+    # ---- reading, without a lock --------------------------------------------------------------------------------
+    def find(self, key: bytes) -> Entry | None:
+        """The record of `key`, whatever its state; None where there is none that verifies. About 1.5 µs."""
+        directory, mask, home = self._directory, self._mask, _U64.unpack_from(key)[0]
+        suspect = False
+        for attempt in range(_TRIES):
+            before = self.words[Word.SEQ]
+            slot = home & mask
+            for _ in range(_MAX_PROBES):
+                cell = directory[slot]
+                if not cell:
+                    break
+                entry = self.entry(cell, key)
+                if entry is not None:
+                    return entry
+                suspect = suspect or self._holds_key(cell, key)
+                slot = (slot + 1) & mask
+            if not suspect and not before & 1 and before == self.words[Word.SEQ]:
+                return None
+            # The directory was being rearranged, or the record rewritten: look again.
+            time.sleep(0 if attempt < 2 else 0.0002)
+        if suspect:
+            self.words[Word.SUSPECT] = 1
+        return None
+
+    def entry(self, cell: int, key: bytes | None = None) -> Entry | None:
+        """The record at `cell` if it verifies (and has that key)."""
+        if not 0 < cell < self.geometry.num_cells - 2:
+            return None
+        start = self._heap + cell * CELL
+        raw = self._map[start : start + HEAD_BYTES]
+        fixed = raw[FIXED_OFFSET:]
+        if key is not None and fixed[:32] != key:
+            return None
+        word = _U64.unpack_from(raw)[0]
+        state = word & 7
+        if state == FREE or word != state_word(fixed, state):
+            return None
+        return Entry(cell, state, Record._make(unpack_record(fixed)), _TAILS.unpack_from(raw, TAILS))
+
+    def run(self, keys: list[bytes], parent_id: int) -> list[Entry]:
+        """Entries of the longest run of `keys` that are complete and each the child of the one before."""
+        entries: list[Entry] = []
+        for key in keys:
+            entry = self.find(key)
+            if entry is None or entry.state != COMPLETE or entry.record.parent_id != parent_id:
+                break
+            entries.append(entry)
+            parent_id = entry.record.id
+        return entries
+
+    def payload(self, entry: Entry) -> bytes | None:
+        """The payload of a complete record, verified; None if it changed meanwhile or is damaged."""
+        record = entry.record
+        if record.payload_bytes > (self.geometry.num_cells - entry.cell) * CELL - HEAD_BYTES:
+            return None
+        start = self._heap + entry.cell * CELL + HEAD_BYTES
+        raw = self._map[start : start + record.payload_bytes]
+        return raw if checksum(raw) == record.payload_sum else None
+
+    def touch(self, cell: int, now_ns: int) -> None:
+        """Note a use. Needs no lock: a late touch of a cell that was reused only misdates the newcomer."""
+        self._ages[cell // AGE_CELLS] = now_ns
+
+    def age(self, cell: int) -> int:
+        """When the record was last used, in nanoseconds since the epoch."""
+        return self._ages[cell // AGE_CELLS]
+
+    def heads(self) -> Heads:
+        """Columns over everything in the heap that looks like a record. One pass over the heap, 4 GB/s or so."""
+        rows = self._words_of_heap
+        looks = (rows[:, MAGIC_AT // 8] == np.uint64(RECORD_MAGIC)) & ((rows[:, 0] & np.uint64(7)) != 0)
+        cell = np.flatnonzero(looks)
+        counts = rows[cell, CHILDREN // 8]
+        children, pinned = counts & np.uint64(0xFFFFFFFF), counts >> np.uint64(32)
+        return Heads(cell, rows[cell, 0] & np.uint64(7), children.astype(np.uint32), pinned.astype(np.uint32))
+
+    def ages_of(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Last uses of many records."""
+        return np.frombuffer(self._ages, "<i8")[cells // AGE_CELLS]
+
+    def fixed_words(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """The fixed parts of many records as rows of sixteen words (see `layout` for which is which)."""
+        rows = self._words_of_heap
+        return np.concatenate([rows[cells + 1], rows[cells + 2]], axis=1)
+
+    def _holds_key(self, cell: int, key: bytes) -> bool:
+        start = self._heap + cell * CELL + FIXED_OFFSET
+        return self._map[start : start + 32] == key
+
+    # ---- writing, under the write lock --------------------------------------------------------------------------
+    def insert(self, record: Record, payload: bytes, state: int, now_ns: int) -> int:
+        """Place a record and make it findable; its cell, or 0 where the heap has no room."""
+        need = record.num_cells
+        cell = self.cells.find(need, 1, self.geometry.num_cells, self.words[Word.CELL_HINT])
+        if cell < 0:
+            return 0
+        self.cells.fill(cell, need, USED_UNIT)
+        self.words[Word.CELL_HINT] = cell + need
+        self.words[Word.USED_CELLS] += need
+        start = self._heap + cell * CELL
+        fixed = record.pack()
+        mutable = bytearray(CELL)
+        _U32.pack_into(mutable, REMAINING, payload[8 * record.num_sums :].count(0) if record.num_sums else 0)
+        _U64.pack_into(mutable, MAGIC_AT, RECORD_MAGIC)
+        self._map[start : start + HEAD_BYTES + len(payload)] = bytes(mutable) + fixed + payload
+        self.touch(cell, now_ns)
+        self._set_word(cell, state_word(fixed, state))
+        self.link(cell, record.key)
+        return cell
+
+    def link(self, cell: int, key: bytes) -> None:
+        """Make the record at `cell` findable under `key`."""
+        slot = _U64.unpack_from(key)[0] & self._mask
+        for _ in range(len(self._directory)):
+            if not self._directory[slot]:
+                self._directory[slot] = cell
+                return
+            slot = (slot + 1) & self._mask
+        raise IndexDamage("the directory has no empty slot")
+
+    def unlink(self, cell: int, key: bytes) -> None:
+        """Take `cell` out of the directory, closing the gap so that probes need no tombstones."""
+        directory, mask = self._directory, self._mask
+        slot = _U64.unpack_from(key)[0] & mask
+        for _ in range(len(directory)):
+            if directory[slot] in (cell, 0):
+                break
+            slot = (slot + 1) & mask
+        if directory[slot] != cell:
+            return
+        self.words[Word.SEQ] += 1
+        gap = slot
+        for _ in range(len(directory)):
+            slot = (slot + 1) & mask
+            moved = directory[slot]
+            if not moved:
+                break
+            # An entry may fill the gap unless its home lies after the gap, cyclically.
+            if (slot - self._home(moved)) & mask >= (slot - gap) & mask:
+                directory[gap] = moved
+                gap = slot
+        directory[gap] = 0
+        self.words[Word.SEQ] += 1
+
+    def free(self, entry: Entry) -> None:
+        """Forget an unlinked record and give its cells back."""
+        self._set_word(entry.cell, FREE)
+        need = entry.record.num_cells
+        self.cells.fill(entry.cell, need, FREE_UNIT)
+        self.words[Word.USED_CELLS] -= min(need, self.words[Word.USED_CELLS])
+        self.words[Word.CELL_HINT] = entry.cell
+
+    def forget(self, cell: int) -> None:
+        """Make a record invalid and nothing else: for rebuilds, which account for everything themselves."""
+        self._set_word(cell, FREE)
+
+    def set_state(self, entry: Entry, state: int) -> None:
+        """Change a record's state: one aligned store, seen by readers at once."""
+        self._set_word(entry.cell, state_word(entry.record.pack(), state))
+
+    def put_sums(self, entry: Entry, first: int, sums: list[int]) -> bool:
+        """Note checksums `first …` of a pending record; False if one was noted before with another value."""
+        base = self._heap + entry.cell * CELL + HEAD_BYTES
+        count, packed = len(sums), struct.pack(f"<{len(sums)}Q", *sums)
+        flags = base + 8 * entry.record.num_sums + first
+        known = self._map[flags : flags + count]
+        if any(known):
+            old = self._map[base + 8 * first : base + 8 * (first + count)]
+            if any(known[i] and old[8 * i : 8 * i + 8] != packed[8 * i : 8 * i + 8] for i in range(count)):
+                return False
+        self._map[base + 8 * first : base + 8 * (first + count)] = packed
+        self._map[flags : flags + count] = b"\1" * count
+        self._add_u32(entry.cell, REMAINING, known.count(1) - count)
+        return True
+
+    def complete(self, entry: Entry) -> bool:
+        """If every checksum is in, turn the pending record complete; whether it did."""
+        record, base = entry.record, self._heap + entry.cell * CELL
+        if _U32.unpack_from(self._map, base + REMAINING)[0]:
+            return False
+        payload = self._map[base + HEAD_BYTES : base + HEAD_BYTES + record.payload_bytes]
+        if payload[8 * record.num_sums :].count(1) != record.num_sums:
+            return False
+        fixed = record._replace(payload_sum=checksum(payload)).pack()
+        self._map[base + FIXED_OFFSET : base + HEAD_BYTES] = fixed
+        self._set_word(entry.cell, state_word(fixed, COMPLETE))
+        return True
+
+    def counts(self, cell: int) -> tuple[int, int]:
+        """(children, pinned) of a record."""
+        children, pinned = struct.unpack_from("<II", self._map, self._heap + cell * CELL + CHILDREN)
+        return children, pinned
+
+    def add_child(self, cell: int, delta: int) -> None:
+        """Count a child in or out."""
+        self._add_u32(cell, CHILDREN, delta)
+
+    def set_pinned(self, cell: int, pinned: bool) -> None:
+        """Keep a record from eviction, or stop keeping it."""
+        _U32.pack_into(self._map, self._heap + cell * CELL + PINNED, int(pinned))
+
+    def add_tail(self, cell: int, num_tokens: int) -> None:
+        """Put a tail's length first in its parent's list of the newest eight."""
+        start = self._heap + cell * CELL + TAILS
+        others = [length for length in _TAILS.unpack_from(self._map, start) if length not in (0, num_tokens)]
+        lengths = [num_tokens, *others][:NUM_TAILS]
+        _TAILS.pack_into(self._map, start, *lengths, *[0] * (NUM_TAILS - len(lengths)))
+
+    def reset_derived(self, entry: Entry) -> None:
+        """Before a rebuild counts them anew: no children, no tails."""
+        start = self._heap + entry.cell * CELL
+        _U32.pack_into(self._map, start + CHILDREN, 0)
+        _TAILS.pack_into(self._map, start + TAILS, *[0] * NUM_TAILS)
+
+    def reset_maps(self, used_segment_units: int) -> None:
+        """Before a rebuild: an empty directory, free cells, free units where there is storage."""
+        g = self.geometry
+        self.words[Word.SEQ] += 1 + (self.words[Word.SEQ] & 1)
+        self._map[g.directory_offset : g.directory_offset + 4 * g.directory_slots] = bytes(4 * g.directory_slots)
+        self.cells.fill(0, g.num_cells, FREE_UNIT)
+        self.units.fill(0, used_segment_units, FREE_UNIT)
+        self.words[Word.SEQ] += 1
+
+    def _home(self, cell: int) -> int:
+        if cell >= self.geometry.num_cells:
+            return 0
+        return int(_U64.unpack_from(self._map, self._heap + cell * CELL + FIXED_OFFSET)[0]) & self._mask
+
+    def _add_u32(self, cell: int, field: int, delta: int) -> None:
+        at = self._heap + cell * CELL + field
+        value = _U32.unpack_from(self._map, at)[0] + delta
+        _U32.pack_into(self._map, at, max(0, value))
+
+    def _set_word(self, cell: int, word: int) -> None:
+        # A numpy scalar store of eight aligned bytes is one machine instruction.
+        self._words_of_heap[cell, 0] = word

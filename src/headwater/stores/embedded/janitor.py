@@ -1,0 +1,335 @@
+"""Room and order: allocation, eviction, removal, and the rebuild that repairs anything. All under the write lock.
+
+Nothing here frees an extent that a living process has published (it reads it under a lease, or is still writing
+to it): such a record goes into limbo, unreachable, until nobody touches its bytes any more.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from headwater.stores.embedded.data import Data
+from headwater.stores.embedded.index import Entry, Index
+from headwater.stores.embedded.layout import (
+    CHUNK,
+    COMPLETE,
+    EVICTING,
+    LIMBO,
+    PENDING,
+    ROOT,
+    SPACE,
+    Geometry,
+    Word,
+)
+from headwater.stores.embedded.members import Members
+from headwater.stores.embedded.units import ABSENT_UNIT, FREE_UNIT, USED_UNIT
+from headwater.stores.policy import EvictionPolicy, Leaves
+
+PENDING_SHARE = 4
+"""Pending bytes may take one part in this many of the data area."""
+MAX_PENDING_NS = 30_000_000_000
+"""A reservation older than this is given up by whoever needs the room or the key."""
+_MAX_ROUNDS = 64
+
+
+class Janitor:
+    """See the module."""
+
+    def __init__(self, geometry: Geometry, index: Index, members: Members, data: Data, policy: EvictionPolicy) -> None:
+        self._geometry = geometry
+        self._index = index
+        self._members = members
+        self._data = data
+        self._policy = policy
+        self._candidates: list[tuple[int, int, int]] = []  # heap of (rank, cell, id)
+
+    # ---- allocation ---------------------------------------------------------------------------------------------
+    def units_for(self, length: int) -> int:
+        """Units of an extent."""
+        return -(-length // self._geometry.unit_bytes)
+
+    def allocate(self, length: int, *, evict: bool) -> int:
+        """Offset of a fresh extent, evicting leaves if allowed; -1 where there is no room."""
+        need = self.units_for(length)
+        for _ in range(_MAX_ROUNDS):
+            at = self._find_units(need)
+            if at >= 0:
+                self._index.units.fill(at, need, USED_UNIT)
+                self._index.words[Word.UNIT_HINT] = at + need
+                self._index.words[Word.USED_UNITS] += need
+                return at * self._geometry.unit_bytes
+            if not evict or not self.evict(need):
+                return -1
+        return -1
+
+    def _find_units(self, need: int) -> int:
+        words, per_segment = self._index.words, self._geometry.units_per_segment
+        backed = min(words[Word.BACKED], self._geometry.num_segments)
+        if need > per_segment or backed * per_segment - words[Word.USED_UNITS] < need:
+            return -1
+        hint = words[Word.UNIT_HINT]
+        first = hint // per_segment if hint // per_segment < backed else 0
+        for step in range(backed):
+            segment = (first + step) % backed
+            low = segment * per_segment
+            at = self._index.units.find(need, low, min(low + per_segment, self._geometry.num_units), hint)
+            if at >= 0:
+                return at
+        return -1
+
+    def free_units(self, entry: Entry) -> None:
+        """Give an extent's units back."""
+        start, need = entry.record.offset // self._geometry.unit_bytes, self.units_for(entry.record.length)
+        self._index.units.fill(start, need, FREE_UNIT)
+        words = self._index.words
+        words[Word.USED_UNITS] -= min(need, words[Word.USED_UNITS])
+        words[Word.UNIT_HINT] = start
+
+    # ---- removal ------------------------------------------------------------------------------------------------
+    def remove(self, entry: Entry, touched: set[int]) -> None:
+        """Take a record out of sight and free what nobody touches. Its children become orphans, never visible."""
+        index, record, words = self._index, entry.record, self._index.words
+        if entry.state != LIMBO:
+            index.unlink(entry.cell, record.key)
+            if entry.state == PENDING:
+                words[Word.PENDING] -= min(record.length, words[Word.PENDING])
+            elif record.kind == CHUNK:
+                words[Word.CHUNKS] -= min(1, words[Word.CHUNKS])
+            if index.counts(entry.cell)[0]:
+                words[Word.SWEEP] = 1
+        if record.length and record.id in touched:
+            if entry.state != LIMBO:
+                index.set_state(entry, LIMBO)
+                self._forget_child(record.parent_cell, record.parent_id)
+            return
+        index.free(entry)
+        if record.length:
+            self.free_units(entry)
+        if entry.state != LIMBO:
+            self._forget_child(record.parent_cell, record.parent_id)
+
+    def _forget_child(self, parent_cell: int, parent_id: int) -> None:
+        parent = self._index.entry(parent_cell)
+        if parent is None or parent.record.id != parent_id:
+            return
+        self._index.add_child(parent_cell, -1)
+        # Roots and spaces exist for their children only.
+        if parent.record.kind in (SPACE, ROOT) and not self._index.counts(parent_cell)[0]:
+            self.remove(parent, set())
+
+    def expired(self, entry: Entry) -> bool:
+        """Whether a pending record's writers are dead or took too long."""
+        old = time.time_ns() - entry.record.created_ns > MAX_PENDING_NS
+        return old or not self._members.group_alive(entry.record.group)
+
+    # ---- eviction -----------------------------------------------------------------------------------------------
+    def evict(self, need_units: int) -> bool:
+        """Evict the lowest-ranked leaves until about that many units are free; whether anything was freed.
+
+        Mark, look at the leases, then free: a reader publishes its lease and then looks at the mark, so that one of
+        the two always sees the other.
+        """
+        victims: list[Entry] = []
+        refilled = False
+        units = 0
+        published = self._members.published()
+        while units < need_units:
+            if not self._candidates:
+                if refilled or victims:
+                    break
+                refilled = True
+                if self.sweep(published):
+                    return True
+                self._refill(published)
+                continue
+            entry = self._next_victim(published)
+            if entry is not None:
+                self._index.set_state(entry, EVICTING)
+                victims.append(entry)
+                units += self.units_for(entry.record.length)
+        published = self._members.published()
+        freed = False
+        for entry in victims:
+            if entry.record.id in published:
+                self._index.set_state(entry, COMPLETE)
+                continue
+            self._inherit_age(entry)
+            self.remove(entry, published)
+            self._index.words[Word.EVICTED] += 1
+            freed = True
+        return freed
+
+    def _next_victim(self, published: set[int]) -> Entry | None:
+        rank, cell, extent_id = heapq.heappop(self._candidates)
+        entry = self._index.entry(cell)
+        if entry is None or entry.record.id != extent_id or not self._evictable(entry) or extent_id in published:
+            return None
+        now = self._rank(entry)
+        if now > rank:  # used since the scan: its turn comes later
+            heapq.heappush(self._candidates, (now, cell, extent_id))
+            return None
+        return entry
+
+    def _evictable(self, entry: Entry) -> bool:
+        leaf = entry.record.kind == CHUNK and entry.state == COMPLETE
+        return leaf and self._index.counts(entry.cell) == (0, 0)
+
+    def _rank(self, entry: Entry) -> int:
+        record = entry.record
+        leaves = Leaves(
+            np.array([self._index.age(entry.cell)], np.int64),
+            np.array([record.created_ns], np.int64),
+            np.array([record.is_tail]),
+        )
+        return int(self._policy.rank(leaves)[0])
+
+    def _inherit_age(self, entry: Entry) -> None:
+        """A prefix is as young as its youngest user; once childless, it is the next candidate of that age."""
+        cell = entry.record.parent_cell
+        parent = self._index.entry(cell)
+        if parent is None or parent.record.id != entry.record.parent_id:
+            return
+        self._index.touch(cell, max(self._index.age(cell), self._index.age(entry.cell)))
+        if parent.record.kind == CHUNK and self._index.counts(cell)[0] == 1:
+            heapq.heappush(self._candidates, (self._rank(parent), cell, parent.record.id))
+
+    def _refill(self, published: set[int]) -> None:
+        """Scan for the lowest-ranked sixteenth of all leaves."""
+        heads = self._index.heads()
+        leaves = heads.cell[(heads.state == COMPLETE) & (heads.children == 0) & (heads.pinned == 0)]
+        fixed = self._index.fixed_words(leaves)
+        is_chunk = (fixed[:, 14] >> np.uint64(16)) & np.uint64(0xFF) == CHUNK
+        leaves, fixed = leaves[is_chunk], fixed[is_chunk]
+        if not leaves.size:
+            return
+        tokens, chunk_tokens = fixed[:, 11] >> np.uint64(32), fixed[:, 14] >> np.uint64(32)
+        columns = Leaves(self._index.ages_of(leaves), fixed[:, 6].astype(np.int64), tokens < chunk_tokens)
+        ranks = self._policy.rank(columns)
+        take = min(leaves.size, max(256, leaves.size // 16))
+        lowest = np.argpartition(ranks, take - 1)[:take]
+        ids = fixed[:, 4]
+        found = [(int(ranks[i]), int(leaves[i]), int(ids[i])) for i in lowest]
+        self._candidates = [candidate for candidate in found if candidate[2] not in published]
+        heapq.heapify(self._candidates)
+
+    # ---- sweeping -----------------------------------------------------------------------------------------------
+    def sweep(self, published: set[int]) -> int:
+        """Free what is dead: limbo that nobody touches, reservations of the dead, orphans. How many records went."""
+        heads = self._index.heads()
+        removed = 0
+        for cell in heads.cell[(heads.state == LIMBO) | (heads.state == PENDING)].tolist():
+            entry = self._index.entry(cell)
+            if entry is None or (entry.state == PENDING and not self.expired(entry)):
+                continue
+            if entry.state == LIMBO and entry.record.id in published:
+                continue
+            if entry.state == PENDING:
+                self._index.words[Word.ABORTED] += 1
+            self.remove(entry, published)
+            removed += 1
+        if self._index.words[Word.SWEEP]:
+            self._index.words[Word.SWEEP] = 0
+            entries = self.entries()
+            for entry in orphans(entries):
+                self.remove(entry, published)
+                removed += 1
+            self._index.words[Word.SWEEP] = 0
+        return removed
+
+    def entries(self) -> list[Entry]:
+        """Every record in the heap that verifies, parents before children."""
+        found = [entry for cell in self._index.heads().cell.tolist() if (entry := self._index.entry(cell)) is not None]
+        return sorted(found, key=lambda entry: (entry.record.kind, entry.record.number, entry.record.created_ns))
+
+    # ---- rebuilding ---------------------------------------------------------------------------------------------
+    def rebuild(self) -> None:
+        """Make directory, maps, counts and tails anew from the records that verify; drop the rest.
+
+        Some microseconds a record. Readers meanwhile miss, and look again when it is over.
+        """
+        index, words, geometry = self._index, self._index.words, self._geometry
+        entries = self.entries()
+        published = self._members.published()
+        orphaned = {entry.cell for entry in orphans(entries)}
+        backed = 0
+        while backed < geometry.num_segments and self._data.is_backed(backed):
+            backed += 1
+        present = min(backed * geometry.units_per_segment, geometry.num_units)
+        words[Word.SUSPECT] = words[Word.SWEEP] = words[Word.UNIT_HINT] = words[Word.CELL_HINT] = 0
+        index.reset_maps(present)
+        index.units.fill(present, geometry.num_units - present, ABSENT_UNIT)
+        words[Word.BACKED] = backed
+        for counter in (Word.USED_UNITS, Word.USED_CELLS, Word.PENDING, Word.CHUNKS):
+            words[counter] = 0
+        for counter in (Word.EVICTED, Word.DAMAGED, Word.STORED, Word.ABORTED, Word.REBUILDS, Word.STORED_BYTES):
+            words[counter] = min(words[counter], 1 << 62)
+        self._candidates = []
+        keys: set[bytes] = set()
+        for entry in entries:
+            if not self._readmit(entry, entry.cell in orphaned, published, keys):
+                index.forget(entry.cell)
+        words[Word.REBUILDS] += 1
+
+    def _readmit(self, entry: Entry, is_orphan: bool, published: set[int], keys: set[bytes]) -> bool:
+        """Put one record back in its place; False where it must go."""
+        index, record = self._index, entry.record
+        held = bool(record.length) and record.id in published
+        dead = is_orphan or (entry.state == PENDING and self.expired(entry)) or record.key in keys
+        if (dead or entry.state == LIMBO) and not held:
+            return False
+        if entry.state in (COMPLETE, EVICTING) and index.payload(entry) is None:
+            index.words[Word.DAMAGED] += 1
+            return False
+        if not self._claim(entry):
+            return False
+        if dead or entry.state == LIMBO:
+            index.set_state(entry, LIMBO)
+            return True
+        if entry.state == EVICTING:
+            index.set_state(entry, COMPLETE)
+        index.reset_derived(entry)
+        keys.add(record.key)
+        index.link(entry.cell, record.key)
+        if record.kind != SPACE:
+            index.add_child(record.parent_cell, 1)
+        if entry.state == PENDING:
+            index.words[Word.PENDING] += record.length
+        elif record.kind == CHUNK:
+            index.words[Word.CHUNKS] += 1
+            if record.is_tail:
+                index.add_tail(record.parent_cell, record.num_tokens)
+        return True
+
+    def _claim(self, entry: Entry) -> bool:
+        """Mark a record's cells and units as used; False where another has them or they cannot be."""
+        index, record, unit = self._index, entry.record, self._geometry.unit_bytes
+        start, need = record.offset // unit, self.units_for(record.length)
+        if not index.cells.is_all(entry.cell, record.num_cells, FREE_UNIT):
+            return False
+        if record.length and (record.offset % unit or not index.units.is_all(start, need, FREE_UNIT)):
+            return False
+        index.cells.fill(entry.cell, record.num_cells, USED_UNIT)
+        index.words[Word.USED_CELLS] += record.num_cells
+        if record.length:
+            index.units.fill(start, need, USED_UNIT)
+            index.words[Word.USED_UNITS] += need
+        return True
+
+
+def orphans(entries: Iterable[Entry]) -> list[Entry]:
+    """Records whose parent is gone, and all below them. `entries` must have parents before children."""
+    alive: set[tuple[int, int]] = set()  # (cell, id)
+    lost: list[Entry] = []
+    for entry in entries:
+        record = entry.record
+        if entry.state == LIMBO:
+            continue
+        if record.kind == SPACE or (record.parent_cell, record.parent_id) in alive:
+            alive.add((entry.cell, record.id))
+        else:
+            lost.append(entry)
+    return lost

@@ -1,0 +1,253 @@
+"""Reading: find, lease, copy, verify. No lock is taken, and nothing is believed before its checksum was.
+
+A tile is verified where it landed, in the caller's memory, so it does not matter what happens to the stored bytes
+during or after the copy: an extent that was evicted and reused meanwhile is a miss.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from headwater.errors import DeadlineError, HeadwaterError, StoreDamagedError
+from headwater.kv.format import checksum, gather_part, part_checksums, part_rows
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import Shard, Split
+from headwater.stores.base import Piece, RootRef, Run, Status, Tiles
+from headwater.stores.embedded.core import Core
+from headwater.stores.embedded.index import Entry
+from headwater.stores.embedded.layout import CHUNK, COMPLETE, Word
+from headwater.stores.embedded.members import Members
+
+
+class Loaded(NamedTuple):
+    """A chunk's record with its checksums, verified and copied out of the index."""
+
+    entry: Entry
+    sums: memoryview
+
+
+class ChunkLease:
+    """One published extent id. See `stores.base.Lease`."""
+
+    def __init__(self, members: Members, extent_id: int) -> None:
+        self._members = members
+        self._id: int | None = extent_id
+
+    def release(self) -> None:
+        extent_id, self._id = self._id, None
+        if extent_id is not None:
+            self._members.retract(extent_id)
+
+
+class Reader:
+    """The reading half of an embedded store."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._index = core.index
+
+    # ---- finding ------------------------------------------------------------------------------------------------
+    def root_entry(self, root: RootRef) -> Entry | None:
+        """The root's record, if it hangs under its living space."""
+        space = self._index.find(root.space.key)
+        entry = self._index.find(root.key)
+        if space is None or entry is None or entry.record.parent_id != space.record.id:
+            return None
+        return entry if entry.state == COMPLETE else None
+
+    def run(self, root: RootRef, keys: list[bytes]) -> Run:
+        """See `stores.base.Store.run`."""
+        start = self.root_entry(root)
+        if start is None:
+            return Run(0, ())
+        entries = self._index.run(keys, start.record.id)
+        last = entries[-1] if entries else start
+        return Run(len(entries), tuple(length for length in last.tails if length))
+
+    def visible(self, root: RootRef, chunk: ChunkRef) -> bool:
+        """Whether one chunk is complete and hangs under its complete parent."""
+        entry, parent = self._index.find(chunk.key), self._index.find(chunk.parent)
+        if entry is None or parent is None or entry.state != COMPLETE or parent.state != COMPLETE:
+            return False
+        return entry.record.parent_id == parent.record.id
+
+    def lease(self, root: RootRef, key: bytes) -> ChunkLease | None:
+        """Publish, then look again: an evictor marks, then looks at what is published."""
+        entry = self._index.find(key)
+        return self.lease_entry(entry) if entry is not None and entry.state == COMPLETE else None
+
+    def lease_entry(self, entry: Entry) -> ChunkLease | None:
+        """A lease on one particular record, if it is still the one under its key."""
+        if not self._core.members.publish(entry.record.id):
+            return None
+        lease = ChunkLease(self._core.members, entry.record.id)
+        again = self._index.find(entry.record.key)
+        if again is None or again.state != COMPLETE or again.record.id != entry.record.id:
+            lease.release()
+            return None
+        return lease
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+    def read(self, root: RootRef, pieces: Sequence[Piece], deadline: float) -> list[Status]:
+        """See `stores.base.Store.read`."""
+        spec = root.space.spec
+        loaded: dict[bytes, Loaded | None] = {}
+        statuses = []
+        for chunk, shard, tiles in pieces:
+            if time.monotonic() >= deadline:
+                statuses.append(Status.TIMEOUT)
+                continue
+            if chunk.key not in loaded:
+                loaded[chunk.key] = self.load(spec, chunk)
+            found = loaded[chunk.key]
+            if found is None:
+                statuses.append(Status.MISS)
+                continue
+            status = self._read_piece(spec, found, shard, tiles, deadline)
+            if status == Status.DAMAGED:
+                status = self.blame(found.entry, deadline)
+                loaded[chunk.key] = None
+            statuses.append(status)
+        return statuses
+
+    def load(self, spec: KVSpec, chunk: ChunkRef) -> Loaded | None:
+        """The record of a complete chunk with its checksums; None where there is none that fits what is asked."""
+        entry = self._index.find(chunk.key)
+        if entry is None or entry.state != COMPLETE:
+            return None
+        record = entry.record
+        shape = (record.kind, record.num_tokens, record.length, record.num_sums, record.first_token)
+        tiles = spec.num_tiles * record.parts
+        if shape != (CHUNK, chunk.num_tokens, spec.extent_bytes(chunk.num_tokens), tiles, chunk.first_token):
+            return None
+        payload = self._index.payload(entry)
+        if payload is None:
+            # Evicted meanwhile, or noise: the next writer will know which.
+            again = self._index.find(chunk.key)
+            if again is not None and again.record.id == record.id and again.state == COMPLETE:
+                self._index.words[Word.SUSPECT] = 1
+            return None
+        return Loaded(entry, memoryview(payload)[: 8 * tiles].cast("Q"))
+
+    def _read_piece(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
+        try:
+            if found.entry.record.parts == 1 and shard.split.parts == 1:
+                move = self._copy_mapped if self._core.data.mapped else self._copy_file
+                return move(spec, found, shard, tiles, deadline)
+            return self._copy_parts(spec, found, shard, tiles, deadline)
+        except (OSError, IndexError):
+            return Status.DAMAGED  # a segment is gone or short
+
+    def _copy_mapped(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
+        """Copy a tile and verify it while it is still in the cache. This loop is the read path's whole cost."""
+        record, sums, heads = found.entry.record, found.sums, shard.heads
+        size = tiles.shape[2]
+        source = self._core.data.view(record.offset, record.length).ctypes.data
+        layer_stride, head_stride, _ = tiles.strides
+        target, width, first = tiles.ctypes.data, spec.num_kv_heads, heads.start
+        memmove, monotonic = ctypes.memmove, time.monotonic
+        for i, layer in enumerate(shard.layers):
+            number = layer * width + first
+            row = tiles[i]
+            for j in range(len(heads)):
+                memmove(target + i * layer_stride + j * head_stride, source + (number + j) * size, size)
+                if checksum(row[j]) != sums[number + j]:
+                    return Status.DAMAGED
+            if monotonic() >= deadline:
+                return Status.TIMEOUT
+        return Status.OK
+
+    def _copy_file(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
+        """One `preadv` per layer (a shard's heads lie together), verified after it."""
+        record, size = found.entry.record, tiles.shape[2]
+        for i, layer in enumerate(shard.layers):
+            number = layer * spec.num_kv_heads + shard.heads.start
+            targets = [tiles[i, j] for j in range(len(shard.heads))]
+            if not self._core.data.load(record.offset + number * size, targets, deadline):
+                return Status.TIMEOUT if time.monotonic() >= deadline else Status.DAMAGED
+            for j, target in enumerate(targets):
+                if checksum(target) != found.sums[number + j]:
+                    return Status.DAMAGED
+        return Status.OK
+
+    def _copy_parts(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
+        """Tiles that context-parallel ranks wrote or read: verified whole in scratch memory, then the rows wanted."""
+        record = found.entry.record
+        tokens, first, parts = record.num_tokens, record.first_token, record.parts
+        split, size = Split(parts, record.interleave), spec.tile_bytes(tokens)
+        rows = part_rows(shard.split, shard.part, first, tokens)
+        scratch = np.empty(size, np.uint8)
+        for i, layer in enumerate(shard.layers):
+            for j, head in enumerate(shard.heads):
+                number = layer * spec.num_kv_heads + head
+                if not self._core.data.load(record.offset + number * size, [scratch], deadline):
+                    return Status.TIMEOUT if time.monotonic() >= deadline else Status.DAMAGED
+                expected = found.sums[number * parts : (number + 1) * parts].tolist()
+                if part_checksums(spec, split, first, tokens, scratch) != expected:
+                    return Status.DAMAGED
+                gather_part(spec, scratch, rows, tokens, tiles[i, j])
+            if time.monotonic() >= deadline:
+                return Status.TIMEOUT
+        return Status.OK
+
+    def blame(self, entry: Entry, deadline: float) -> Status:
+        """Bytes did not verify. If their record is still the same, they are damaged and go; else they were reused."""
+
+        def judge() -> Status:
+            now = self._index.find(entry.record.key)
+            if now is None or now.state != COMPLETE or now.record.id != entry.record.id:
+                return Status.MISS
+            published = self._core.members.published()
+            self._core.janitor.remove(now, published)
+            self._core.janitor.sweep(published)
+            self._index.words[Word.DAMAGED] += 1
+            return Status.DAMAGED
+
+        try:
+            return self._core.transact(judge, deadline)
+        except (DeadlineError, StoreDamagedError):
+            return Status.DAMAGED
+
+    # ---- borrowing ----------------------------------------------------------------------------------------------
+    def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[ChunkLease, Tiles] | Status:
+        """See `stores.base.Store.borrow`."""
+        if not self._core.data.mapped or shard.split.parts != 1:
+            raise HeadwaterError("only whole tiles of a mapped store can be borrowed; use read")
+        lease = self.lease(root, chunk.key)
+        found = self.load(root.space.spec, chunk) if lease is not None else None
+        if lease is None or found is None:
+            if lease is not None:
+                lease.release()
+            return Status.MISS
+        tiles = extent_tiles(self._core, root.space.spec, found.entry)
+        view = tiles[shard.layers.start : shard.layers.stop : shard.layers.step, shard.heads.start : shard.heads.stop]
+        status = self._verify_in_place(root.space.spec, found, shard, view)
+        if status != Status.OK:
+            lease.release()
+            return self.blame(found.entry, time.monotonic() + 1.0)
+        view.flags.writeable = False
+        return lease, view
+
+    def _verify_in_place(self, spec: KVSpec, found: Loaded, shard: Shard, view: Tiles) -> Status:
+        record, parts = found.entry.record, found.entry.record.parts
+        split = Split(parts, record.interleave)
+        for i, layer in enumerate(shard.layers):
+            for j, head in enumerate(shard.heads):
+                number = (layer * spec.num_kv_heads + head) * parts
+                sums = part_checksums(spec, split, record.first_token, record.num_tokens, view[i, j])
+                if sums != found.sums[number : number + parts].tolist():
+                    return Status.DAMAGED
+        return Status.OK
+
+
+def extent_tiles(core: Core, spec: KVSpec, entry: Entry) -> Tiles:
+    """The stored bytes of a chunk of a mapped store, as (layers, heads, tile bytes)."""
+    record = entry.record
+    flat = core.data.view(record.offset, record.length)
+    return flat.reshape(spec.num_layers, spec.num_kv_heads, spec.tile_bytes(record.num_tokens))

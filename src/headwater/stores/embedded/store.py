@@ -1,0 +1,292 @@
+"""The embedded store: `memory://`, `shm://` and `file://` are this class over different files.
+
+It adds to reader and writer what administrators do: pins, removal, listings, statistics, a full check.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from headwater.errors import StoreClosedError
+from headwater.kv.format import part_checksums
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import Shard, Split
+from headwater.stores.base import (
+    ChunkInfo,
+    Piece,
+    Progress,
+    RootRef,
+    Run,
+    SpaceRef,
+    Status,
+    StoreStats,
+    Tiles,
+    VerifyReport,
+)
+from headwater.stores.embedded.audit import audit
+from headwater.stores.embedded.core import Core
+from headwater.stores.embedded.index import Entry
+from headwater.stores.embedded.janitor import PENDING_SHARE, orphans
+from headwater.stores.embedded.layout import CELL, CHUNK, COMPLETE, LIMBO, ROOT, SPACE, Word
+from headwater.stores.embedded.reader import ChunkLease, Reader
+from headwater.stores.embedded.writer import Ticket, Writer
+
+DEFAULT_DEADLINE_S = 1.0
+_ADMIN_DEADLINE_S = 10.0
+_SWEEP_BATCH = 1000
+
+
+class EmbeddedStore:
+    """One open store. Handles to the same store in one process share a `Core`."""
+
+    def __init__(self, core: Core, url: str, deadline_s: float, release: Callable[[], None]) -> None:
+        self._core = core
+        self._url = url
+        self._deadline_s = deadline_s
+        self._release: Callable[[], None] | None = release
+        self._reader = Reader(core)
+        self._writer = Writer(core)
+        self.mapped = core.data.mapped
+        g = core.geometry
+        self.max_extent_bytes = min(g.segment_bytes, g.data_bytes // PENDING_SHARE)
+
+    def _open(self) -> Core:
+        if self._release is None or self._core.closed:
+            raise StoreClosedError(f"{self._url} was closed")
+        return self._core
+
+    def _deadline(self, deadline_s: float | None) -> float:
+        self._open()
+        return time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
+
+    # ---- the data path ------------------------------------------------------------------------------------------
+    def check_space(self, space: SpaceRef) -> None:
+        entry = self._open().index.find(space.key)
+        if entry is not None:
+            self._writer.check_space(space, entry)
+
+    def run(self, root: RootRef, keys: list[bytes]) -> Run:
+        self._open()
+        return self._reader.run(root, keys)
+
+    def exists(self, root: RootRef, chunks: Sequence[ChunkRef]) -> list[bool]:
+        self._open()
+        return [self._reader.visible(root, chunk) for chunk in chunks]
+
+    def touch(self, key: bytes) -> None:
+        entry = self._open().index.find(key)
+        if entry is not None:
+            self._core.index.touch(entry.cell, time.time_ns())
+
+    def read(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
+        return self._reader.read(root, pieces, self._deadline(deadline_s))
+
+    def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
+        return self._writer.write(root, pieces, self._deadline(deadline_s))
+
+    def reserve(
+        self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline_s: float | None = None
+    ) -> list[Ticket]:
+        return self._writer.reserve(root, chunks, split, self._deadline(deadline_s))
+
+    def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[ChunkLease, Tiles] | Status:
+        self._open()
+        return self._reader.borrow(root, chunk, shard)
+
+    def lease(self, root: RootRef, key: bytes) -> ChunkLease | None:
+        self._open()
+        return self._reader.lease(root, key)
+
+    # ---- administration -----------------------------------------------------------------------------------------
+    def pin(self, root: RootRef, key: bytes, pinned: bool) -> Status:
+        core = self._open()
+
+        def work() -> Status:
+            entry = core.index.find(key)
+            if entry is None or entry.state != COMPLETE or entry.record.kind != CHUNK:
+                return Status.MISS
+            core.index.set_pinned(entry.cell, pinned)
+            return Status.OK
+
+        return core.transact(work, self._deadline(None))
+
+    def remove(self, root: RootRef, keys: Sequence[bytes]) -> list[Status]:
+        core = self._open()
+
+        def work() -> list[Status]:
+            published, statuses = core.members.published(), []
+            for key in keys:
+                entry = core.index.find(key)
+                found = entry is not None and entry.record.kind == CHUNK
+                if entry is not None and found:
+                    core.janitor.remove(entry, published)
+                statuses.append(Status.OK if found else Status.MISS)
+            core.janitor.sweep(published)
+            return statuses
+
+        return core.transact(work, self._deadline(None))
+
+    def clear(
+        self, match: Callable[[dict[str, Any], dict[str, Any]], bool] | None, progress: Progress | None = None
+    ) -> int:
+        """Roots vanish in one transaction, and every chunk with them; the room comes back batch by batch after it."""
+        core = self._open()
+        before = core.index.words[Word.CHUNKS]
+
+        def cut() -> None:
+            entries = core.janitor.entries()
+            spaces = {(e.cell, e.record.id): _payload(core, e) for e in entries if e.record.kind == SPACE}
+            for entry in entries:
+                if entry.record.kind == ROOT and entry.state == COMPLETE:
+                    space = spaces.get((entry.record.parent_cell, entry.record.parent_id), {})
+                    if match is None or match(space, _payload(core, entry)):
+                        core.janitor.remove(entry, set())
+            core.index.words[Word.SWEEP] = 0  # what is orphaned now goes below, in small steps
+
+        core.transact(cut, time.monotonic() + _ADMIN_DEADLINE_S)
+        lost = core.transact(lambda: orphans(core.janitor.entries()), time.monotonic() + _ADMIN_DEADLINE_S)
+
+        def drop(batch: list[Entry]) -> None:
+            published = core.members.published()
+            for old in batch:
+                entry = core.index.entry(old.cell, old.record.key)
+                if entry is not None and entry.record.id == old.record.id and entry.state != LIMBO:
+                    core.janitor.remove(entry, published)
+
+        for start in range(0, len(lost), _SWEEP_BATCH):
+            batch = lost[start : start + _SWEEP_BATCH]
+            core.transact(lambda batch=batch: drop(batch), time.monotonic() + _ADMIN_DEADLINE_S)  # type: ignore[misc]
+            if progress is not None:
+                progress(min(start + _SWEEP_BATCH, len(lost)), len(lost))
+        core.transact(lambda: core.janitor.sweep(core.members.published()), time.monotonic() + _ADMIN_DEADLINE_S)
+        return max(before - core.index.words[Word.CHUNKS], 0)
+
+    def scan(self) -> Iterator[ChunkInfo]:
+        core = self._open()
+        published = core.members.published()
+        homes: dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any]]] = {}
+        for entry in core.janitor.entries():
+            record, place = entry.record, (entry.cell, entry.record.id)
+            above = homes.get((record.parent_cell, record.parent_id))
+            if entry.state != COMPLETE:
+                continue
+            if record.kind == SPACE:
+                homes[place] = (_payload(core, entry), {})
+            elif above is not None and record.kind == ROOT:
+                homes[place] = (above[0], _payload(core, entry))
+            elif above is not None:
+                homes[place] = above
+                yield ChunkInfo(
+                    key=record.key,
+                    space=above[0],
+                    root=above[1],
+                    number=record.number,
+                    num_tokens=record.num_tokens,
+                    num_bytes=record.length,
+                    is_tail=record.is_tail,
+                    pinned=bool(core.index.counts(entry.cell)[1]),
+                    leased=record.id in published,
+                    last_used_ns=core.index.age(entry.cell),
+                )
+
+    def stats(self) -> StoreStats:
+        core = self._open()
+        words, g = core.index.words, core.geometry
+        return StoreStats(
+            url=self._url,
+            capacity_bytes=g.capacity,
+            data_bytes=g.data_bytes,
+            used_bytes=words[Word.USED_UNITS] * g.unit_bytes,
+            pending_bytes=words[Word.PENDING],
+            index_bytes=g.index_bytes,
+            index_used_bytes=words[Word.USED_CELLS] * CELL,
+            chunks=words[Word.CHUNKS],
+            members=core.members.count(),
+            stored=words[Word.STORED],
+            stored_bytes=words[Word.STORED_BYTES],
+            evicted=words[Word.EVICTED],
+            damaged=words[Word.DAMAGED],
+            aborted=words[Word.ABORTED],
+            rebuilds=words[Word.REBUILDS],
+        )
+
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        """Read every tile, then check the whole index under the lock. Damaged chunks are removed."""
+        core = self._open()
+        entries = core.janitor.entries()
+        specs = {
+            (e.cell, e.record.id): KVSpec.from_canonical(_payload(core, e)["spec"])
+            for e in entries
+            if e.record.kind == SPACE and "spec" in _payload(core, e)
+        }
+        homes: dict[tuple[int, int], KVSpec] = dict(specs)
+        chunks = tiles = num_bytes = damaged = 0
+        total = sum(e.record.length for e in entries)
+        done = 0
+        for entry in entries:
+            record = entry.record
+            spec = homes.get((record.parent_cell, record.parent_id))
+            done += record.length
+            if spec is None or entry.state != COMPLETE:
+                continue
+            homes[(entry.cell, record.id)] = spec
+            if record.kind != CHUNK:
+                continue
+            lease = self._reader.lease_entry(entry)
+            try:
+                good = lease is not None and self._verify_chunk(core, spec, entry)
+            finally:
+                if lease is not None:
+                    lease.release()
+            if good:
+                chunks, tiles, num_bytes = chunks + 1, tiles + spec.num_tiles, num_bytes + record.length
+            elif self._reader.blame(entry, time.monotonic() + _ADMIN_DEADLINE_S) == Status.DAMAGED:
+                damaged += 1
+            if progress is not None:
+                progress(done, total)
+        problems = core.transact(lambda: audit(core), time.monotonic() + _ADMIN_DEADLINE_S)
+        return VerifyReport(chunks, tiles, num_bytes, damaged, tuple(problems))
+
+    def _verify_chunk(self, core: Core, spec: KVSpec, entry: Entry) -> bool:
+        record = entry.record
+        ref = ChunkRef(record.key, b"", record.number, record.first_token, record.num_tokens, b"")
+        loaded = self._reader.load(spec, ref)
+        if loaded is None:
+            return False
+        size, parts = spec.tile_bytes(record.num_tokens), record.parts
+        split, scratch = Split(parts, record.interleave), np.empty(spec.tile_bytes(record.num_tokens), np.uint8)
+        for tile in range(spec.num_tiles):
+            try:
+                read = core.data.load(record.offset + tile * size, [scratch], time.monotonic() + _ADMIN_DEADLINE_S)
+            except (OSError, IndexError):
+                return False
+            sums = part_checksums(spec, split, record.first_token, record.num_tokens, scratch)
+            if not read or sums != loaded.sums[tile * parts : (tile + 1) * parts].tolist():
+                return False
+        return True
+
+    def audit(self) -> list[str]:
+        """Check every invariant of the index (not the stored bytes); what is wrong, in words."""
+        core = self._open()
+        return core.transact(lambda: audit(core), time.monotonic() + _ADMIN_DEADLINE_S)
+
+    def close(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+def _payload(core: Core, entry: Entry) -> dict[str, Any]:
+    """The description in a space's or root's record; empty where it does not verify."""
+    raw = core.index.payload(entry)
+    try:
+        data = json.loads(raw) if raw is not None else {}
+    except ValueError:
+        data = {}
+    return data if isinstance(data, dict) else {}

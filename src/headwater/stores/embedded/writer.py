@@ -1,0 +1,444 @@
+"""Writing: reserve an extent, fill it, commit its checksums. The commit that brings the last one makes it visible.
+
+A writer group is one running server; its ranks fill the same extents. Two groups never fill one extent: the second
+to come skips the chunk. While a process writes, it publishes the extent, so that nobody reuses the bytes under it
+even if its reservation was taken away.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from headwater.errors import DeadlineError, HeadwaterError, SpecMismatchError, StoreDamagedError
+from headwater.kv.format import EMPTY_CHECKSUM, checksum, part_rows, scatter_part
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import Split
+from headwater.stores.base import Piece, RootRef, SpaceRef, Status, Tiles
+from headwater.stores.embedded.core import Core
+from headwater.stores.embedded.data import Sources
+from headwater.stores.embedded.index import Entry
+from headwater.stores.embedded.janitor import PENDING_SHARE
+from headwater.stores.embedded.layout import CHUNK, COMPLETE, PENDING, ROOT, SPACE, Record, Word
+from headwater.stores.embedded.reader import extent_tiles
+
+_BATCH_CHUNKS = 64
+_ROOM_ROUNDS = 16
+_NEEDS_SEGMENT = -2
+
+
+def _new_id() -> int:
+    return int.from_bytes(os.urandom(8), "little") >> 1 | 1
+
+
+class Ticket:
+    """This process's right to fill one pending extent. See `stores.base.Reservation`."""
+
+    def __init__(self, writer: Writer, spec: KVSpec, chunk: ChunkRef, status: Status, entry: Entry | None) -> None:
+        self._writer = writer
+        self._spec = spec
+        self.chunk = chunk
+        self.status = status
+        self.entry = entry
+        self._open = entry is not None
+
+    @property
+    def tiles(self) -> Tiles | None:
+        """The extent's bytes as (layers, heads, tile bytes), to be filled in place; None where there is no extent."""
+        if self.entry is None or not self._open or not self._writer.core.data.mapped:
+            return None
+        return extent_tiles(self._writer.core, self._spec, self.entry)
+
+    def commit(self, layers: range, heads: range, part: int, sums: Sequence[int], deadline_s: float = 1.0) -> Status:
+        """See `stores.base.Reservation.commit`."""
+        deadline = time.monotonic() + deadline_s
+        return self._writer.commit([(self, layers, heads, part, list(sums))], self._spec, deadline)[0]
+
+    def abort(self) -> None:
+        """See `stores.base.Reservation.abort`."""
+        if self._open:
+            self._writer.abort([self])
+
+    def close(self) -> None:
+        """See `stores.base.Reservation.close`."""
+        if self._open and self.entry is not None:
+            self._open = False
+            self._writer.core.members.retract(self.entry.record.id)
+
+
+Commit = tuple[Ticket, range, range, int, list[int]]
+
+
+class Writer:
+    """The writing half of an embedded store."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._index = core.index
+
+    # ---- whole writes -------------------------------------------------------------------------------------------
+    def write(self, root: RootRef, pieces: Sequence[Piece], deadline: float) -> list[Status]:
+        """See `stores.base.Store.write`. Works through the pieces in batches that leave room for other writers."""
+        statuses: list[Status] = []
+        limit = self.core.geometry.data_bytes // (2 * PENDING_SHARE)
+        spec = root.space.spec
+        start = 0
+        while start < len(pieces):
+            end, size, keys = start, 0, set[bytes]()
+            while end < len(pieces):
+                chunk = pieces[end].chunk
+                if chunk.key not in keys:
+                    size += spec.extent_bytes(chunk.num_tokens)
+                    keys.add(chunk.key)
+                if end > start and (size > limit or len(keys) > _BATCH_CHUNKS):
+                    break
+                end += 1
+            statuses += self._write_batch(root, pieces[start:end], deadline)
+            start = end
+        return statuses
+
+    def _write_batch(self, root: RootRef, pieces: Sequence[Piece], deadline: float) -> list[Status]:
+        spec = root.space.spec
+        chunks = list({piece.chunk.key: piece.chunk for piece in pieces}.values())
+        tickets = dict(
+            zip((c.key for c in chunks), self.reserve(root, chunks, pieces[0].shard.split, deadline), strict=True)
+        )
+        statuses = [tickets[piece.chunk.key].status for piece in pieces]
+        commits: list[tuple[int, Commit]] = []
+        try:
+            for i, (chunk, shard, tiles) in enumerate(pieces):
+                ticket = tickets[chunk.key]
+                if ticket.entry is None:
+                    continue
+                sums = self._fill(spec, ticket, shard.split, shard.part, shard.layers, shard.heads, tiles, deadline)
+                if sums is None:
+                    statuses[i] = Status.TIMEOUT if time.monotonic() >= deadline else Status.FULL
+                    self.abort([ticket])
+                else:
+                    commits.append((i, (ticket, shard.layers, shard.heads, shard.part, sums)))
+            outcome = self.commit([commit for _, commit in commits], spec, deadline)
+            for (i, _), status in zip(commits, outcome, strict=True):
+                statuses[i] = status
+            late = [tickets[pieces[i].chunk.key] for (i, _), s in zip(commits, outcome, strict=True) if not s.stored]
+            if late:
+                self.abort(late)
+        finally:
+            for ticket in tickets.values():
+                ticket.close()
+        return statuses
+
+    def _fill(
+        self,
+        spec: KVSpec,
+        ticket: Ticket,
+        split: Split,
+        part: int,
+        layers: range,
+        heads: range,
+        tiles: Tiles,
+        deadline: float,
+    ) -> list[int] | None:
+        """Copy a piece into its extent; its checksums in [layer][head] order, or None where that failed."""
+        assert ticket.entry is not None
+        record, data = ticket.entry.record, self.core.data
+        size = spec.tile_bytes(record.num_tokens)
+        try:
+            if data.mapped and split.parts == 1:
+                return _fill_mapped(spec, extent_tiles(self.core, spec, ticket.entry), layers, heads, tiles)
+        except OSError:
+            return None
+        rows = part_rows(split, part, record.first_token, record.num_tokens)
+        sums, runs = [], list[Sources]()
+        for i, layer in enumerate(layers):
+            for j, head in enumerate(heads):
+                sums.append(checksum(tiles[i, j]))
+                offset = record.offset + (layer * spec.num_kv_heads + head) * size
+                if split.parts == 1:
+                    runs.append((offset, [tiles[i, j]]))
+                elif data.mapped:
+                    scatter_part(spec, tiles[i, j], rows, record.num_tokens, data.view(offset, size))
+                else:
+                    runs += _row_runs(spec, offset, tiles[i, j], rows, record.num_tokens)
+        # A late write goes on under its own publication of the extent, after this ticket is closed.
+        members, extent_id = self.core.members, record.id
+        if runs and not members.publish(extent_id):
+            return None
+        saved = not runs or data.save(runs, deadline, lambda: members.retract(extent_id))
+        return sums if saved else None
+
+    # ---- reserving ----------------------------------------------------------------------------------------------
+    def reserve(self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline: float) -> list[Ticket]:
+        """One transaction for all, more only where new segments must be had first."""
+        tickets: list[Ticket] = []
+
+        def work() -> bool:
+            home = self._ensure_root(root)
+            while len(tickets) < len(chunks):
+                chunk = chunks[len(tickets)]
+                outcome = Status.FULL if home is None else self._reserve_one(root, chunk, split)
+                if outcome is None:
+                    return False
+                entry = outcome if isinstance(outcome, Entry) else None
+                status = Status.OK if entry is not None else outcome
+                assert isinstance(status, Status)
+                tickets.append(Ticket(self, root.space.spec, chunk, status, entry))
+            return True
+
+        try:
+            while not self.core.transact(work, deadline):
+                self.core.grow(deadline)
+        except (DeadlineError, StoreDamagedError):
+            tickets += [Ticket(self, root.space.spec, c, Status.TIMEOUT, None) for c in chunks[len(tickets) :]]
+        return tickets
+
+    def _ensure_root(self, root: RootRef) -> Entry | None:
+        space = self._index.find(root.space.key)
+        if space is None:
+            space = self._insert_node(root.space.key, root.space.payload, SPACE, None, root.space.chunk_tokens)
+        else:
+            self.check_space(root.space, space)
+        if space is None:
+            return None
+        entry = self._index.find(root.key)
+        if entry is not None and entry.record.parent_id != space.record.id:
+            self.core.janitor.remove(entry, set())
+            entry = None
+        return entry or self._insert_node(root.key, root.payload, ROOT, space, root.space.chunk_tokens)
+
+    def check_space(self, space: SpaceRef, entry: Entry) -> None:
+        """Raise SpecMismatchError unless the stored description of the space is ours."""
+        stored = self._index.payload(entry)
+        if stored is not None and stored != space.payload:
+            raise SpecMismatchError(
+                f"this store holds KV of the same weights under another spec: it has {stored[:500]!r}, "
+                f"asked for {space.payload[:500]!r}; one of the two servers describes its cache wrongly"
+            )
+
+    def _insert_node(
+        self, key: bytes, payload: bytes, kind: int, parent: Entry | None, chunk_tokens: int
+    ) -> Entry | None:
+        now = time.time_ns()
+        record = Record(
+            key=key,
+            id=_new_id(),
+            parent_id=parent.record.id if parent else 0,
+            offset=0,
+            length=0,
+            group=0,
+            created_ns=now,
+            payload_sum=checksum(payload),
+            parent_cell=parent.cell if parent else 0,
+            num_tokens=0,
+            number=0,
+            num_sums=0,
+            interleave=0,
+            payload_bytes=len(payload),
+            parts=0,
+            kind=kind,
+            flags=0,
+            chunk_tokens=chunk_tokens,
+            row_bytes=0,
+            reserved=0,
+        )
+        return self._insert(record, payload, COMPLETE, parent, now)
+
+    def _insert(self, record: Record, payload: bytes, state: int, parent: Entry | None, now: int) -> Entry | None:
+        # Counted as a child first: a childless parent might be evicted to make room for this very record.
+        if parent is not None:
+            self._index.add_child(parent.cell, 1)
+        for _ in range(_ROOM_ROUNDS):
+            cell = self._index.insert(record, payload, state, now)
+            if cell:
+                return self._index.entry(cell)
+            if not self.core.janitor.evict(1):
+                break
+        if parent is not None:
+            self._index.add_child(parent.cell, -1)
+        return None
+
+    def _reserve_one(self, root: RootRef, chunk: ChunkRef, split: Split) -> Entry | Status | None:
+        """The pending record to fill, or why there is none; None where another segment must be had first."""
+        index, janitor, members = self._index, self.core.janitor, self.core.members
+        parent = index.find(chunk.parent)
+        if parent is None or parent.state not in (PENDING, COMPLETE):
+            return Status.NO_PARENT
+        entry = index.find(chunk.key)
+        if entry is not None:
+            if entry.record.parent_id == parent.record.id:
+                if entry.state == COMPLETE:
+                    return Status.EXISTS
+                same_split = (entry.record.parts, entry.record.interleave) == (split.parts, split.interleave)
+                if not janitor.expired(entry):
+                    if entry.record.group != members.group or not same_split:
+                        return Status.BUSY
+                    return entry if members.publish(entry.record.id) else Status.FULL
+                index.words[Word.ABORTED] += 1
+            janitor.remove(entry, members.published())
+        return self._reserve_new(root, chunk, split, parent)
+
+    def _reserve_new(self, root: RootRef, chunk: ChunkRef, split: Split, parent: Entry) -> Entry | Status | None:
+        index, janitor, members, words = self._index, self.core.janitor, self.core.members, self._index.words
+        spec = root.space.spec
+        length = spec.extent_bytes(chunk.num_tokens)
+        pending_limit = self.core.geometry.data_bytes // PENDING_SHARE
+        if words[Word.PENDING] + length > pending_limit:
+            janitor.sweep(members.published())
+            if words[Word.PENDING] + length > pending_limit:
+                return Status.FULL
+        index.add_child(parent.cell, 1)
+        try:
+            offset = janitor.allocate(length, evict=not self.core.can_grow)
+        finally:
+            index.add_child(parent.cell, -1)
+        if offset < 0:
+            return None if self.core.can_grow else Status.FULL
+        payload = _empty_payload(spec, split, chunk)
+        now = time.time_ns()
+        record = Record(
+            key=chunk.key,
+            id=_new_id(),
+            parent_id=parent.record.id,
+            offset=offset,
+            length=length,
+            group=members.group,
+            created_ns=now,
+            payload_sum=0,
+            parent_cell=parent.cell,
+            num_tokens=chunk.num_tokens,
+            number=chunk.number,
+            num_sums=spec.num_tiles * split.parts,
+            interleave=split.interleave,
+            payload_bytes=len(payload),
+            parts=split.parts,
+            kind=CHUNK,
+            flags=0,
+            chunk_tokens=root.space.chunk_tokens,
+            row_bytes=spec.row_bytes,
+            reserved=0,
+        )
+        if not members.publish(record.id):
+            entry = None
+        else:
+            words[Word.PENDING] += length
+            entry = self._insert(record, payload, PENDING, parent, now)
+        if entry is None:
+            words[Word.PENDING] -= min(length, words[Word.PENDING])
+            members.retract(record.id)
+            janitor.free_units(Entry(0, 0, record, ()))
+            return Status.FULL
+        return entry
+
+    # ---- committing ---------------------------------------------------------------------------------------------
+    def commit(self, commits: Sequence[Commit], spec: KVSpec, deadline: float) -> list[Status]:
+        """Note what was filled, all in one transaction."""
+        if not commits:
+            return []
+        try:
+            return self.core.transact(lambda: [self._commit_one(spec, *commit) for commit in commits], deadline)
+        except DeadlineError:
+            return [Status.TIMEOUT] * len(commits)
+        except StoreDamagedError:
+            return [Status.LOST] * len(commits)
+
+    def _commit_one(
+        self, spec: KVSpec, ticket: Ticket, layers: range, heads: range, part: int, sums: list[int]
+    ) -> Status:
+        index, words = self._index, self._index.words
+        entry = index.entry(ticket.entry.cell, ticket.chunk.key) if ticket.entry is not None else None
+        if entry is None or ticket.entry is None or entry.record.id != ticket.entry.record.id:
+            return Status.LOST
+        if entry.state == COMPLETE:
+            return Status.OK
+        if entry.state != PENDING:
+            return Status.LOST
+        parts, width = entry.record.parts, len(heads)
+        for i, layer in enumerate(layers):
+            row = sums[i * width : (i + 1) * width]
+            first = (layer * spec.num_kv_heads + heads.start) * parts + part
+            spots = [(first, row)] if parts == 1 else [(first + j * parts, [s]) for j, s in enumerate(row)]
+            if not all(index.put_sums(entry, at, values) for at, values in spots):
+                self._drop(entry)
+                return Status.LOST
+        if index.complete(entry):
+            record = entry.record
+            words[Word.PENDING] -= min(record.length, words[Word.PENDING])
+            words[Word.CHUNKS] += 1
+            words[Word.STORED] += 1
+            words[Word.STORED_BYTES] += record.length
+            index.touch(entry.cell, time.time_ns())
+            parent = index.entry(record.parent_cell)
+            if record.is_tail and parent is not None and parent.record.id == record.parent_id:
+                index.add_tail(record.parent_cell, record.num_tokens)
+        return Status.OK
+
+    def abort(self, tickets: Sequence[Ticket]) -> None:
+        """Give chunks up for the whole group. Late or stuck is no matter: what is not aborted expires."""
+
+        def work() -> None:
+            for ticket in tickets:
+                if ticket.entry is not None:
+                    entry = self._index.entry(ticket.entry.cell, ticket.chunk.key)
+                    if entry is not None and entry.record.id == ticket.entry.record.id and entry.state == PENDING:
+                        self._drop(entry)
+
+        for ticket in tickets:
+            ticket.close()
+        try:
+            self.core.transact(work, time.monotonic() + 0.1)
+        except HeadwaterError:
+            return
+
+    def _drop(self, entry: Entry) -> None:
+        published = self.core.members.published()
+        self.core.janitor.remove(entry, published)
+        self._index.words[Word.ABORTED] += 1
+        if self._index.words[Word.SWEEP]:
+            self.core.janitor.sweep(published)
+
+
+def _fill_mapped(spec: KVSpec, extent: Tiles, layers: range, heads: range, tiles: Tiles) -> list[int]:
+    """Copy each tile and hash it while it is in the cache. This loop is the write path's whole cost."""
+    sums = []
+    for i, layer in enumerate(layers):
+        row, target = tiles[i], extent[layer]
+        for j, head in enumerate(heads):
+            tile = row[j]
+            np.copyto(target[head], tile)
+            sums.append(checksum(tile))
+    return sums
+
+
+def _row_runs(spec: KVSpec, offset: int, part: Tiles, rows: np.ndarray, num_tokens: int) -> list[Sources]:
+    """A part's rows as writes of consecutive rows, for data that cannot be addressed."""
+    runs: list[Sources] = []
+    if not len(rows):
+        return runs
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    starts, ends = [0, *breaks.tolist()], [*breaks.tolist(), len(rows)]
+    source = 0
+    for plane in spec.planes:
+        width = plane.row_bytes
+        for start, end in zip(starts, ends, strict=True):
+            piece = part[source + start * width : source + end * width]
+            runs.append((offset + int(rows[start]) * width, [piece]))
+        source += len(rows) * width
+        offset += num_tokens * width
+    return runs
+
+
+def _empty_payload(spec: KVSpec, split: Split, chunk: ChunkRef) -> bytes:
+    """Checksums and their flags before anything is written. Parts that hold no row of this chunk are done already."""
+    count = spec.num_tiles * split.parts
+    payload = bytearray(9 * count)
+    if split.parts > 1:
+        sums = memoryview(payload)[: 8 * count].cast("Q")
+        for part in range(split.parts):
+            if not split.count(part, chunk.first_token, chunk.num_tokens):
+                for tile in range(spec.num_tiles):
+                    sums[tile * split.parts + part] = EMPTY_CHECKSUM
+                    payload[8 * count + tile * split.parts + part] = 1
+    return bytes(payload)
