@@ -1,0 +1,122 @@
+"""The pool: a store, opened once, and the spaces in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Any
+
+from headwater.errors import CapacityError
+from headwater.kv.hashing import DEFAULT_CHUNK_TOKENS, check_chunk_tokens
+from headwater.kv.identity import Identity
+from headwater.kv.spec import KVSpec
+from headwater.pool.space import Space, tenant_tag
+from headwater.stores import open_store
+from headwater.stores.base import ChunkInfo, Progress, SpaceRef, Store, StoreStats, VerifyReport
+from headwater.stores.url import DEFAULT_URL, format_size
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """The store now, and what this process did with it since it opened it."""
+
+    store: StoreStats
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """`matches`, `matched_tokens`, `asked_tokens`, `read_bytes`, `written_bytes`, and `read_…`/`write_…` per status."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"store": asdict(self.store), "process": dict(self.counts)}
+
+
+class Pool:
+    """KV that processes share. Thread-safe; a forked child may go on using it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._counts: Counter[str] = Counter()
+        self._counts_lock = threading.Lock()
+
+    def space(self, identity: Identity, spec: KVSpec, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> Space:
+        """The part of the pool that holds KV of these weights in this form.
+
+        Raises CapacityError where the store is too small for one chunk, and SpecMismatchError where it holds KV of
+        the same weights under another spec.
+        """
+        extent, most = spec.extent_bytes(check_chunk_tokens(chunk_tokens)), self._store.max_extent_bytes
+        if extent > most:
+            raise CapacityError(
+                f"one chunk of {chunk_tokens} tokens takes {format_size(extent)}, and this store can hold chunks of at "
+                f"most {format_size(most)} (a segment, and a quarter of its data); give it more capacity, a larger "
+                "segment, or use fewer chunk_tokens"
+            )
+        key = hashlib.sha256(b"headwater space\0" + identity.digest).digest()
+        described = {"identity": identity.canonical(), "spec": spec.canonical()}
+        described["identity"].pop("label", None)
+        payload = json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
+        ref = SpaceRef(spec, chunk_tokens, key, payload)
+        self._store.check_space(ref)
+        return Space(self._store, ref, identity, self.count)
+
+    def clear(
+        self, *, space: Space | None = None, tenant: bytes | None = None, progress: Progress | None = None
+    ) -> int:
+        """Forget one space, one tenant, one tenant in one space, or (with neither) everything. Chunks removed."""
+        if space is None and tenant is None:
+            return self._store.clear(None, progress)
+        wanted = None if space is None else json.loads(space.ref.payload)
+        tag = None if tenant is None else tenant_tag(tenant)
+
+        def match(described: dict[str, Any], root: dict[str, Any]) -> bool:
+            if wanted is not None and described != wanted:
+                return False
+            if space is not None and root.get("chunk_tokens") != space.ref.chunk_tokens:
+                return False
+            return tag is None or root.get("tenant") == tag
+
+        return self._store.clear(match, progress)
+
+    def scan(self) -> Iterator[ChunkInfo]:
+        """Every chunk that can be found, in no particular order."""
+        return self._store.scan()
+
+    def stats(self) -> PoolStats:
+        """Figures of the store and of this process."""
+        with self._counts_lock:
+            counts = dict(self._counts)
+        return PoolStats(self._store.stats(), counts)
+
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        """Read and check everything. Damaged chunks are removed."""
+        return self._store.verify(progress)
+
+    def count(self, **amounts: int) -> None:
+        """Add to this process's counters."""
+        with self._counts_lock:
+            self._counts.update(amounts)
+
+    def close(self) -> None:
+        """Let go of the store. Idempotent."""
+        self._store.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_pool(url: str = DEFAULT_URL, *, group: int | None = None) -> Pool:
+    """Open (or create) the pool at `url`.
+
+    Processes of one server that write parts of the same chunks must pass the same `group` (any random non-zero
+    63-bit number they agree on); without it, each process is a server of its own.
+    """
+    return Pool(open_store(url, group))

@@ -1,0 +1,275 @@
+"""A space: one model's KV in the pool. Keys from tokens, the longest match, and tiles in and out for any shard."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+from headwater.errors import BufferMismatchError, InvalidArgumentError
+from headwater.kv.hashing import ChunkKeys, ChunkRef, Extra, Tokens, root_key
+from headwater.kv.identity import Identity
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import Shard
+from headwater.pool.buffers import Buffer, as_tiles
+from headwater.stores.base import Lease, Piece, Reservation, RootRef, SpaceRef, Status, Store, Tiles
+
+_MAX_ROOTS = 65536
+
+
+def tenant_tag(tenant: bytes) -> str:
+    """How a tenant is named in listings: enough to tell tenants apart, useless for finding their chunks."""
+    return hashlib.sha256(b"headwater tenant\0" + tenant).hexdigest()[:16] if tenant else ""
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest prefix of a prompt that the pool holds: complete chunks, then perhaps a tail."""
+
+    chunks: tuple[ChunkRef, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens covered."""
+        return self.chunks[-1].first_token + self.chunks[-1].num_tokens if self.chunks else 0
+
+
+class RequestLease:
+    """A lease that belongs to a request. Release it, use it in a `with`, or die: each ends it, and twice is once."""
+
+    def __init__(self, match: Match, release: Callable[[], None], held: bool) -> None:
+        self.match = match
+        self.held = held
+        """False where the chunk was evicted between match and lease: reads will miss."""
+        self._release = release
+
+    def release(self) -> None:
+        """End the lease."""
+        self._release()
+
+    def __enter__(self) -> RequestLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Space:
+    """A pool opened for one identity and spec. Thread-safe. Made by `Pool.space`."""
+
+    def __init__(self, store: Store, ref: SpaceRef, identity: Identity, count: Callable[..., None]) -> None:
+        self._store = store
+        self.ref = ref
+        self.identity = identity
+        self._count = count
+        self._roots: dict[bytes, RootRef] = {}
+        self._leases: dict[str, tuple[bytes, Lease | None]] = {}
+        self._lock = threading.Lock()
+        self._any_root = self.root()
+
+    @property
+    def spec(self) -> KVSpec:
+        """What one token's KV is here."""
+        return self.ref.spec
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens in a complete chunk."""
+        return self.ref.chunk_tokens
+
+    # ---- names --------------------------------------------------------------------------------------------------
+    def root(self, *, tenant: bytes = b"", adapter: bytes = b"") -> RootRef:
+        """Where the chains of a tenant and adapter begin. A process that writes chunks whose keys were computed
+        elsewhere calls this first."""
+        key = root_key(self.identity.digest, self.spec.digest, self.chunk_tokens, tenant, adapter)
+        with self._lock:
+            root = self._roots.get(key)
+            if root is None:
+                described = {"chunk_tokens": self.chunk_tokens, "tenant": tenant_tag(tenant)}
+                described |= {"adapter": adapter.hex()[:64], "label": self.identity.label[:128]}
+                payload = json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
+                root = RootRef(self.ref, key, payload)
+                while len(self._roots) >= _MAX_ROOTS:
+                    self._roots.pop(next(iter(self._roots)))
+                self._roots[key] = root
+        return root
+
+    def keys(
+        self, tokens: Tokens = (), *, tenant: bytes = b"", adapter: bytes = b"", extras: Sequence[Extra] = ()
+    ) -> ChunkKeys:
+        """The chunk keys of a prompt. Extend the result as the prompt grows; only what is new is hashed."""
+        return ChunkKeys(self.root(tenant=tenant, adapter=adapter).key, self.chunk_tokens, tokens, extras)
+
+    # ---- finding ------------------------------------------------------------------------------------------------
+    def match(self, keys: ChunkKeys, *, max_tokens: int | None = None) -> Match:
+        """The longest run of complete chunks from the start, then the longest tail that fits.
+
+        Takes no lock and changes nothing. Costs about a microsecond a chunk, and one SHA-256 for each tail that the
+        last chunk's record lists (eight at most).
+        """
+        limit = keys.num_tokens if max_tokens is None else min(max_tokens, keys.num_tokens)
+        root = self._root_of(keys.root)
+        run = self._store.run(root, keys.full[: limit // self.chunk_tokens])
+        chunks = [keys.ref(number) for number in range(run.length)]
+        room = limit - run.length * self.chunk_tokens
+        for length in sorted({length for length in run.tails if length <= room}, reverse=True):
+            if length < self.chunk_tokens:
+                tail = keys.tail_ref(run.length, length)
+                if self._store.exists(root, [tail])[0]:
+                    chunks.append(tail)
+                    break
+        match = Match(tuple(chunks))
+        self._count(matches=1, asked_tokens=limit, matched_tokens=match.num_tokens)
+        return match
+
+    def exists(self, chunks: Sequence[ChunkRef]) -> list[bool]:
+        """Whether each chunk can be found now."""
+        return [self._store.exists(self._root_of(chunk.root), [chunk])[0] for chunk in chunks]
+
+    def lease(self, match: Match, request_id: str) -> RequestLease:
+        """Keep a match from eviction until released. One lease per request: taking it twice is once, and a deeper
+        match replaces a shallower one."""
+        if not match.chunks:
+            return RequestLease(match, lambda: self.release(request_id), False)
+        last = match.chunks[-1]
+        with self._lock:
+            held = self._leases.get(request_id)
+        if held is None or held[0] != last.key or held[1] is None:
+            taken = self._store.lease(self._root_of(last.root), last.key)
+            with self._lock:
+                old = self._leases.pop(request_id, None)
+                if taken is not None:
+                    self._leases[request_id] = (last.key, taken)
+            if old is not None and old[1] is not None:
+                old[1].release()
+            held = (last.key, taken)
+        self._store.touch(last.key)
+        return RequestLease(match, lambda: self.release(request_id), held[1] is not None)
+
+    def release(self, request_id: str) -> None:
+        """End a request's lease, if it has one."""
+        with self._lock:
+            held = self._leases.pop(request_id, None)
+        if held is not None and held[1] is not None:
+            held[1].release()
+
+    # ---- moving bytes -------------------------------------------------------------------------------------------
+    def read(
+        self, chunks: Sequence[ChunkRef], shard: Shard, out: Sequence[Buffer], *, deadline_s: float | None = None
+    ) -> list[Status]:
+        """Bring this shard's tiles of each chunk into the caller's memory, verified there.
+
+        One buffer a chunk, of `shard.local_shape(...)`. A buffer whose status is not OK holds garbage.
+        """
+        if len(out) != len(chunks):
+            raise BufferMismatchError(f"{len(out)} buffers were given for {len(chunks)} chunks")
+        return self.read_pieces([Piece(c, shard, b) for c, b in zip(chunks, out, strict=True)], deadline_s=deadline_s)  # type: ignore[arg-type]
+
+    def read_pieces(self, pieces: Sequence[Piece], *, deadline_s: float | None = None) -> list[Status]:
+        """Read any mixture of shards of any chunks of this space."""
+        ready = [Piece(c, s, as_tiles(b, self._shape(c, s), writable=True)) for c, s, b in pieces]
+        statuses = self._store.read(self._any_root, ready, deadline_s)
+        self._tally("read", ready, statuses)
+        for piece, status in zip(reversed(ready), reversed(statuses), strict=True):
+            if status == Status.OK:
+                self._store.touch(piece.chunk.key)
+                break
+        return statuses
+
+    def write(
+        self, chunks: Sequence[ChunkRef], shard: Shard, tiles: Sequence[Buffer], *, deadline_s: float | None = None
+    ) -> list[Status]:
+        """Store this shard's tiles of each chunk: those that this rank is the one of its replicas to write.
+
+        Give parents before children. OK means that this rank's part is in; the chunk can be found when the last
+        rank's is. A chunk of which this rank writes nothing is OK at once.
+        """
+        if len(tiles) != len(chunks):
+            raise BufferMismatchError(f"{len(tiles)} buffers were given for {len(chunks)} chunks")
+        statuses = [Status.OK] * len(chunks)
+        pieces: dict[bytes, list[tuple[int, Piece]]] = {}
+        for i, (chunk, buffer) in enumerate(zip(chunks, tiles, strict=True)):
+            whole = as_tiles(buffer, self._shape(chunk, shard), writable=False)
+            owned, first, step = shard.owned(chunk.number)
+            if owned.num_tiles and whole.shape[2]:
+                pieces.setdefault(chunk.root, []).append((i, Piece(chunk, owned, whole[first::step])))
+        for root, numbered in pieces.items():
+            batch = [piece for _, piece in numbered]
+            outcome = self._store.write(self._root_of(root), batch, deadline_s)
+            self._tally("write", batch, outcome)
+            for (i, _), status in zip(numbered, outcome, strict=True):
+                statuses[i] = status
+        return statuses
+
+    def reserve(
+        self, chunks: Sequence[ChunkRef], shard: Shard, *, deadline_s: float | None = None
+    ) -> list[Reservation]:
+        """Open extents for filling in place (mapped stores only). Close each reservation when its writing has ended."""
+        if not self._store.mapped:
+            raise InvalidArgumentError("this store is not mapped; use write")
+        roots = {chunk.root for chunk in chunks}
+        if len(roots) > 1:
+            raise InvalidArgumentError("chunks of several tenants or adapters cannot be reserved in one call")
+        if not roots:
+            return []
+        return list(self._store.reserve(self._root_of(chunks[0].root), chunks, shard.split, deadline_s))
+
+    @contextmanager
+    def borrow(self, chunk: ChunkRef, shard: Shard) -> Iterator[Tiles | None]:
+        """A verified, read-only view of stored tiles, valid inside the `with`; None where there is nothing to see."""
+        if not self._store.mapped:
+            raise InvalidArgumentError("this store is not mapped; use read")
+        outcome = self._store.borrow(self._root_of(chunk.root), chunk, shard)
+        if isinstance(outcome, Status):
+            yield None
+            return
+        lease, view = outcome
+        try:
+            yield view
+        finally:
+            lease.release()
+
+    # ---- keeping ------------------------------------------------------------------------------------------------
+    def pin(self, match: Match) -> bool:
+        """Keep a match from eviction until `unpin`, across processes and restarts; False where it is gone."""
+        return self._pin(match, True)
+
+    def unpin(self, match: Match) -> bool:
+        """Let a match be evicted again. Idempotent; False where it is gone."""
+        return self._pin(match, False)
+
+    def _pin(self, match: Match, pinned: bool) -> bool:
+        if not match.chunks:
+            return False
+        last = match.chunks[-1]
+        return self._store.pin(self._root_of(last.root), last.key, pinned) == Status.OK
+
+    # ---- helpers ------------------------------------------------------------------------------------------------
+    def _root_of(self, key: bytes) -> RootRef:
+        root = self._roots.get(key)
+        if root is None:
+            raise InvalidArgumentError(
+                "these chunks belong to another space, or to a tenant or adapter that this process has not named; "
+                "call Space.root(tenant=…, adapter=…) first"
+            )
+        return root
+
+    def _shape(self, chunk: ChunkRef, shard: Shard) -> tuple[int, int, int]:
+        spec = self.ref.spec
+        if not 0 < chunk.num_tokens <= self.ref.chunk_tokens:
+            raise InvalidArgumentError(f"a chunk has 1 to {self.chunk_tokens} tokens, not {chunk.num_tokens}")
+        if shard.layers[-1] >= spec.num_layers or shard.heads[-1] >= spec.num_kv_heads:
+            raise InvalidArgumentError(f"{shard} does not fit a model of {spec}")
+        return shard.local_shape(spec, chunk.first_token, chunk.num_tokens)
+
+    def _tally(self, verb: str, pieces: Sequence[Piece], statuses: Sequence[Status]) -> None:
+        moved = sum(p.tiles.nbytes for p, s in zip(pieces, statuses, strict=True) if s == Status.OK)
+        counts = Counter(f"{verb}_{Status(status).name.lower()}" for status in statuses)
+        self._count(**{f"{verb}_bytes": moved, **counts})
