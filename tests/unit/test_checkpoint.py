@@ -578,7 +578,10 @@ def test_labels_are_names_for_people(snapshot: Path) -> None:
 
 @pytest.mark.usefixtures("small_spans", "settled")
 @pytest.mark.parametrize("sample", [False, True])
-def test_progress_reaches_the_total_in_the_calling_thread(model: Path, sample: bool) -> None:
+def test_progress_reaches_the_total_in_the_calling_thread(
+    model: Path, sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "SAMPLE_BYTES", 900)  # so that samples overlap
     total = sum(path.stat().st_size for path in model.iterdir() if path.name.startswith("model"))
     calls: list[tuple[int, int, int]] = []
 
@@ -588,6 +591,7 @@ def test_progress_reaches_the_total_in_the_calling_thread(model: Path, sample: b
     digest_checkpoint(model, progress=note, threads=4, sample=sample)
     done = [call[0] for call in calls]
     assert done == sorted(done)
+    assert done[0] >= 0
     assert done[-1] == total
     assert sample or (done[0] == 0 and len(done) == 1 + 6 + 5 + 1)  # at the start, and after each span
     assert {call[1:] for call in calls} == {(total, threading.get_ident())}
@@ -715,6 +719,12 @@ def test_an_unreadable_directory_is_not_skipped(model: Path) -> None:
 
     with mock.patch.object(os, "scandir", scandir), pytest.raises(IdentityError, match=r"Permission denied.*sub"):
         digest_checkpoint(model)
+
+
+def test_a_span_that_is_no_longer_there_stops_the_reading_at_once(tmp_path: Path) -> None:
+    (tmp_path / "m.bin").write_bytes(b"short")
+    with pytest.raises(IdentityError, match="changed while it was read"):
+        checkpoint._hash_span(tmp_path / "m.bin", checkpoint.Span(0, 3, 100))
 
 
 @pytest.mark.parametrize("change", ["append", "touch", "truncate", "replace", "add", "remove"])

@@ -218,16 +218,16 @@ def _read(
     spans = [span for i, file in enumerate(files) for span in spans_of(i, file.size)]
     to_read = sum(span.length for span in spans)
     report = progress or (lambda done, total: None)
-    # What the cache (or sampling) spares counts as done from the start.
+    # What the cache or sampling spares counts as done from the start. Samples of a small file overlap, hence the max.
     done = total_bytes - to_read
-    report(done, total_bytes)
+    report(max(0, done), total_bytes)
     with ThreadPoolExecutor(threads, thread_name_prefix="headwater-digest") as executor:
         futures = {executor.submit(_hash_span, files[span.file].path, span): span for span in spans}
         try:
             for future in as_completed(futures):
                 future.result()
                 done += futures[future].length
-                report(done, total_bytes)
+                report(max(0, done), total_bytes)
         except BaseException:
             executor.shutdown(wait=False, cancel_futures=True)  # at most one span per thread is still read
             raise

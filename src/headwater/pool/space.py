@@ -131,7 +131,7 @@ class Space:
 
     def exists(self, chunks: Sequence[ChunkRef]) -> list[bool]:
         """Whether each chunk can be found now."""
-        return [self._store.exists(self._root_of(chunk.root), [chunk])[0] for chunk in chunks]
+        return self._store.exists(self._any_root, chunks)
 
     def lease(self, match: Match, request_id: str) -> RequestLease:
         """Keep a match from eviction until released. One lease per request: taking it twice is once, and a deeper
@@ -142,7 +142,7 @@ class Space:
         with self._lock:
             held = self._leases.get(request_id)
         if held is None or held[0] != last.key or held[1] is None:
-            taken = self._store.lease(self._root_of(last.root), last.key)
+            taken = self._store.lease(self._any_root, last.key)
             with self._lock:
                 old = self._leases.pop(request_id, None)
                 if taken is not None:
@@ -189,7 +189,7 @@ class Space:
         """Store this shard's tiles of each chunk: those that this rank is the one of its replicas to write.
 
         Give parents before children. OK means that this rank's part is in; the chunk can be found when the last
-        rank's is. A chunk of which this rank writes nothing is OK at once.
+        rank's is.
         """
         if len(tiles) != len(chunks):
             raise BufferMismatchError(f"{len(tiles)} buffers were given for {len(chunks)} chunks")
@@ -198,8 +198,8 @@ class Space:
         for i, (chunk, buffer) in enumerate(zip(chunks, tiles, strict=True)):
             whole = as_tiles(buffer, self._shape(chunk, shard), writable=False)
             owned, first, step = shard.owned(chunk.number)
-            if owned.num_tiles and whole.shape[2]:
-                pieces.setdefault(chunk.root, []).append((i, Piece(chunk, owned, whole[first::step])))
+            # Also where this rank writes nothing: a chunk can only be reserved when its parent is.
+            pieces.setdefault(chunk.root, []).append((i, Piece(chunk, owned, whole[first::step])))
         for root, numbered in pieces.items():
             batch = [piece for _, piece in numbered]
             outcome = self._store.write(self._root_of(root), batch, deadline_s)
@@ -226,7 +226,7 @@ class Space:
         """A verified, read-only view of stored tiles, valid inside the `with`; None where there is nothing to see."""
         if not self._store.mapped:
             raise InvalidArgumentError("this store is not mapped; use read")
-        outcome = self._store.borrow(self._root_of(chunk.root), chunk, shard)
+        outcome = self._store.borrow(self._any_root, chunk, shard)
         if isinstance(outcome, Status):
             yield None
             return
@@ -249,7 +249,7 @@ class Space:
         if not match.chunks:
             return False
         last = match.chunks[-1]
-        return self._store.pin(self._root_of(last.root), last.key, pinned) == Status.OK
+        return self._store.pin(self._any_root, last.key, pinned) == Status.OK
 
     # ---- helpers ------------------------------------------------------------------------------------------------
     def _root_of(self, key: bytes) -> RootRef:

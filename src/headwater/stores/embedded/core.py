@@ -52,7 +52,7 @@ class Core:
         words = self.index.words
         try:
             for _ in range(2):
-                if words[Word.DIRTY] or words[Word.SUSPECT]:
+                if words[Word.DIRTY] or words[Word.SUSPECT] or not self.index.sane():
                     words[Word.DIRTY] = 1
                     self.janitor.rebuild()
                     log.warning("%s: the index was rebuilt from its records", self.name)

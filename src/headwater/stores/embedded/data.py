@@ -74,15 +74,6 @@ class MappedData:
         self._lock = threading.Lock()
 
     def back(self, segment: int) -> None:
-        if self._directory is None:
-            self._attach(segment)
-            return
-        path = segment_path(self._directory, self._geometry, segment)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, self._geometry.segment_size(segment))
-        finally:
-            os.close(fd)
         self._attach(segment)
 
     def is_backed(self, segment: int) -> bool:
@@ -140,10 +131,12 @@ class MappedData:
                 # Private, so that a forked child gets a copy and not a share without a lock.
                 mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             else:
-                fd = os.open(segment_path(self._directory, self._geometry, segment), os.O_RDWR | os.O_CLOEXEC)
+                # Created also where it should exist: if somebody deleted or cut it, its chunks fail their checksums
+                # and go, and the segment is good for new ones.
+                path = segment_path(self._directory, self._geometry, segment)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 try:
-                    if os.fstat(fd).st_size < size:
-                        raise FileNotFoundError(f"segment {segment} is shorter than {size} bytes")
+                    os.posix_fallocate(fd, 0, size)
                     mapping = mmap.mmap(fd, size)
                 finally:
                     os.close(fd)
@@ -228,7 +221,7 @@ class FileData:
             try:
                 for offset, sources in runs:
                     segment, start = divmod(offset, self._geometry.segment_bytes)
-                    fd, views = self._fd(segment), [memoryview(source) for source in sources]
+                    fd, views = self._fd(segment, os.O_CREAT), [memoryview(source) for source in sources]
                     total, at = sum(len(view) for view in views), 0
                     while at < total:
                         at += os.pwritev(fd, _rest(views, at)[:1024], start + at)

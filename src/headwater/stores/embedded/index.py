@@ -41,7 +41,8 @@ from headwater.stores.embedded.units import FREE_UNIT, USED_UNIT, UnitMap
 
 _U64, _U32, _TAILS = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct(f"<{NUM_TAILS}H")
 _TRIES = 4
-_MAX_PROBES = 1 << 16
+_MAX_PROBES = 1024
+"""The directory is at most half full, so that a longer chain is noise."""
 
 
 class IndexDamage(Exception):  # noqa: N818 - a condition that never leaves the store
@@ -106,6 +107,8 @@ class Index:
                     return entry
                 suspect = suspect or self._holds_key(cell, key)
                 slot = (slot + 1) & mask
+            else:
+                suspect = True
             if not suspect and not before & 1 and before == self.words[Word.SEQ]:
                 return None
             # The directory was being rearranged, or the record rewritten: look again.
@@ -139,6 +142,12 @@ class Index:
             entries.append(entry)
             parent_id = entry.record.id
         return entries
+
+    def sane(self) -> bool:
+        """Whether the counters are possible at all."""
+        g, words = self.geometry, self.words
+        possible = words[Word.USED_UNITS] <= g.num_units and words[Word.USED_CELLS] <= g.num_cells
+        return possible and words[Word.BACKED] <= g.num_segments and words[Word.PENDING] <= g.data_bytes
 
     def payload(self, entry: Entry) -> bytes | None:
         """The payload of a complete record, verified; None if it changed meanwhile or is damaged."""

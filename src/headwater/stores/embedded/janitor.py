@@ -254,7 +254,6 @@ class Janitor:
         index, words, geometry = self._index, self._index.words, self._geometry
         entries = self.entries()
         published = self._members.published()
-        orphaned = {entry.cell for entry in orphans(entries)}
         backed = 0
         while backed < geometry.num_segments and self._data.is_backed(backed):
             backed += 1
@@ -269,16 +268,20 @@ class Janitor:
             words[counter] = min(words[counter], 1 << 62)
         self._candidates = []
         keys: set[bytes] = set()
+        places: set[tuple[int, int]] = set()
         for entry in entries:
-            if not self._readmit(entry, entry.cell in orphaned, published, keys):
+            if not self._readmit(entry, published, keys, places):
                 index.forget(entry.cell)
         words[Word.REBUILDS] += 1
 
-    def _readmit(self, entry: Entry, is_orphan: bool, published: set[int], keys: set[bytes]) -> bool:
-        """Put one record back in its place; False where it must go."""
+    def _readmit(
+        self, entry: Entry, published: set[int], keys: set[bytes], places: set[tuple[int, int]]
+    ) -> bool:
+        """Put one record back in its place; False where it must go. Parents come before their children."""
         index, record = self._index, entry.record
         held = bool(record.length) and record.id in published
-        dead = is_orphan or (entry.state == PENDING and self.expired(entry)) or record.key in keys
+        orphan = record.kind != SPACE and (record.parent_cell, record.parent_id) not in places
+        dead = orphan or (entry.state == PENDING and self.expired(entry)) or record.key in keys
         if (dead or entry.state == LIMBO) and not held:
             return False
         if entry.state in (COMPLETE, EVICTING) and index.payload(entry) is None:
@@ -293,6 +296,7 @@ class Janitor:
             index.set_state(entry, COMPLETE)
         index.reset_derived(entry)
         keys.add(record.key)
+        places.add((entry.cell, record.id))
         index.link(entry.cell, record.key)
         if record.kind != SPACE:
             index.add_child(record.parent_cell, 1)

@@ -217,7 +217,7 @@ class EmbeddedStore:
         )
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Read every tile, then check the whole index under the lock. Damaged chunks are removed."""
+        """Read every tile, then check the whole index under the lock. What is damaged is removed or rebuilt."""
         core = self._open()
         entries = core.janitor.entries()
         specs = {
@@ -250,7 +250,9 @@ class EmbeddedStore:
                 damaged += 1
             if progress is not None:
                 progress(done, total)
-        problems = core.transact(lambda: audit(core), time.monotonic() + _ADMIN_DEADLINE_S)
+        problems = self.audit()
+        if problems:
+            core.index.words[Word.SUSPECT] = 1  # whoever writes next rebuilds what can be rebuilt
         return VerifyReport(chunks, tiles, num_bytes, damaged, tuple(problems))
 
     def _verify_chunk(self, core: Core, spec: KVSpec, entry: Entry) -> bool:

@@ -146,23 +146,23 @@ class Writer:
         assert ticket.entry is not None
         record, data = ticket.entry.record, self.core.data
         size = spec.tile_bytes(record.num_tokens)
-        try:
-            if data.mapped and split.parts == 1:
-                return _fill_mapped(spec, extent_tiles(self.core, spec, ticket.entry), layers, heads, tiles)
-        except OSError:
-            return None
         rows = part_rows(split, part, record.first_token, record.num_tokens)
         sums, runs = [], list[Sources]()
-        for i, layer in enumerate(layers):
-            for j, head in enumerate(heads):
-                sums.append(checksum(tiles[i, j]))
-                offset = record.offset + (layer * spec.num_kv_heads + head) * size
-                if split.parts == 1:
-                    runs.append((offset, [tiles[i, j]]))
-                elif data.mapped:
-                    scatter_part(spec, tiles[i, j], rows, record.num_tokens, data.view(offset, size))
-                else:
-                    runs += _row_runs(spec, offset, tiles[i, j], rows, record.num_tokens)
+        try:
+            if data.mapped and split.parts == 1:
+                return _fill_mapped(extent_tiles(self.core, spec, ticket.entry), layers, heads, tiles)
+            for i, layer in enumerate(layers):
+                for j, head in enumerate(heads):
+                    sums.append(checksum(tiles[i, j]))
+                    offset = record.offset + (layer * spec.num_kv_heads + head) * size
+                    if split.parts == 1:
+                        runs.append((offset, [tiles[i, j]]))
+                    elif data.mapped:
+                        scatter_part(spec, tiles[i, j], rows, record.num_tokens, data.view(offset, size))
+                    else:
+                        runs += _row_runs(spec, offset, tiles[i, j], rows, record.num_tokens)
+        except OSError:
+            return None  # the segment finds no storage
         # A late write goes on under its own publication of the extent, after this ticket is closed.
         members, extent_id = self.core.members, record.id
         if runs and not members.publish(extent_id):
@@ -400,7 +400,7 @@ class Writer:
             self.core.janitor.sweep(published)
 
 
-def _fill_mapped(spec: KVSpec, extent: Tiles, layers: range, heads: range, tiles: Tiles) -> list[int]:
+def _fill_mapped(extent: Tiles, layers: range, heads: range, tiles: Tiles) -> list[int]:
     """Copy each tile and hash it while it is in the cache. This loop is the write path's whole cost."""
     sums = []
     for i, layer in enumerate(layers):
