@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology
 from headwater.stores.base import Tiles
-from headwater.stores.embedded import destroy
+from headwater.stores.embedded import destroy, store_directory
 from headwater.stores.url import parse_url
 
 MIB = 1 << 20
@@ -71,8 +72,10 @@ def temporary_url(scheme: str, tmp_path: object, options: str = "capacity=8MiB")
     url = f"shm:///{name}?{options}" if scheme == "shm" else f"file://{tmp_path}/{name}?{options}"
     try:
         yield url
-    finally:
-        destroy(parse_url(url))
+    except BaseException:
+        shutil.rmtree(store_directory(parse_url(url)), ignore_errors=True)
+        raise
+    destroy(parse_url(url))  # raises if anybody still has it open
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0, what: str = "condition") -> None:

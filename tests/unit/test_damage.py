@@ -22,6 +22,7 @@ from headwater.pool import Pool, Space, open_pool
 from headwater.stores.base import Status
 from headwater.stores.embedded import store_directory
 from headwater.stores.url import parse_url
+
 from support import empty_tiles, gqa, identity, local_tiles, temporary_url
 
 SPEC = gqa(layers=2, heads=2, dim=16)

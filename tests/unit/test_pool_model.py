@@ -25,6 +25,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Match, Pool, Space, open_pool
 from headwater.stores.base import Status
+
 from support import empty_tiles, gqa, identity, local_tiles, temporary_url
 
 SPEC = gqa(layers=2, heads=2, dim=128)

@@ -11,6 +11,7 @@ from headwater.errors import BufferMismatchError, InvalidArgumentError
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import RawBuffer, open_pool
 from headwater.stores.base import Status
+
 from support import empty_tiles, gqa, identity, local_tiles, specs, temporary_url, topologies
 
 

@@ -110,11 +110,15 @@ def default_capacity(url: StoreUrl) -> int:
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if url.scheme == "memory":
         return min(2 << 30, ram // 4)
-    directory = store_directory(url)
+    free = shutil.disk_usage(_existing(store_directory(url))).free
+    return min(8 << 30, ram // 4, free * 8 // 10) if url.scheme == "shm" else min(64 << 30, free * 8 // 10)
+
+
+def _existing(directory: str) -> str:
+    """The directory, or the nearest one above it that exists."""
     while not os.path.exists(directory):
         directory = os.path.dirname(directory)
-    free = shutil.disk_usage(directory).free
-    return min(8 << 30, ram // 4, free * 8 // 10) if url.scheme == "shm" else min(64 << 30, free * 8 // 10)
+    return directory
 
 
 # ---- private memory ---------------------------------------------------------------------------------------------
@@ -130,6 +134,8 @@ def _memory_core(url: StoreUrl, group: int) -> Core:
 # ---- files ------------------------------------------------------------------------------------------------------
 def _open_shared(url: StoreUrl, group: int | None, deadline_s: float) -> EmbeddedStore:
     directory = store_directory(url)
+    if not os.path.exists(os.path.join(directory, "index")):
+        _check_room(url, _existing(directory), _new_geometry(url))  # before anything is made that must be undone
     os.makedirs(directory, mode=0o700, exist_ok=True)
     path = os.path.join(directory, "members")
     for key, shared in _cores.items():

@@ -203,6 +203,10 @@ class Janitor:
         leaves = heads.cell[(heads.state == COMPLETE) & (heads.children == 0) & (heads.pinned == 0)]
         fixed = self._index.fixed_words(leaves)
         is_chunk = (fixed[:, 14] >> np.uint64(16)) & np.uint64(0xFF) == CHUNK
+        for cell in leaves[~is_chunk].tolist():
+            node = self._index.entry(cell)  # a root or space whose only writer found no room
+            if node is not None and node.record.kind in (SPACE, ROOT):
+                self.remove(node, published)
         leaves, fixed = leaves[is_chunk], fixed[is_chunk]
         if not leaves.size:
             return
@@ -274,9 +278,7 @@ class Janitor:
                 index.forget(entry.cell)
         words[Word.REBUILDS] += 1
 
-    def _readmit(
-        self, entry: Entry, published: set[int], keys: set[bytes], places: set[tuple[int, int]]
-    ) -> bool:
+    def _readmit(self, entry: Entry, published: set[int], keys: set[bytes], places: set[tuple[int, int]]) -> bool:
         """Put one record back in its place; False where it must go. Parents come before their children."""
         index, record = self._index, entry.record
         held = bool(record.length) and record.id in published

@@ -139,8 +139,8 @@ class SharedMembers:
         self._mutex = threading.Lock()
         self.group = group
         try:
-            if os.fstat(self._fd).st_size < MEMBERS_BYTES:
-                os.ftruncate(self._fd, MEMBERS_BYTES)
+            # Storage for all of it: touching a hole of a full tmpfs, even to read it, is a SIGBUS.
+            os.posix_fallocate(self._fd, 0, MEMBERS_BYTES)
             self._map = mmap.mmap(self._fd, MEMBERS_BYTES)
         except OSError:
             os.close(self._fd)
@@ -148,11 +148,9 @@ class SharedMembers:
         self._words = memoryview(self._map).cast("Q")
 
     def join(self) -> None:
-        """Claim a slot. Raises CapacityError where all are taken, OSError where its page finds no storage."""
+        """Claim a slot. Raises CapacityError where all are taken."""
         for slot in range(NUM_SLOTS):
             if _try_lock(self._fd, _SLOT_LOCK + slot):
-                # Storage first: writing to a hole of a full tmpfs would be a SIGBUS.
-                os.posix_fallocate(self._fd, PAGE + slot * SLOT_BYTES, SLOT_BYTES)
                 self._slot = slot
                 break
         else:

@@ -28,7 +28,6 @@ from headwater.stores.embedded.reader import extent_tiles
 
 _BATCH_CHUNKS = 64
 _ROOM_ROUNDS = 16
-_NEEDS_SEGMENT = -2
 
 
 def _new_id() -> int:
@@ -262,10 +261,20 @@ class Writer:
 
     def _reserve_one(self, root: RootRef, chunk: ChunkRef, split: Split) -> Entry | Status | None:
         """The pending record to fill, or why there is none; None where another segment must be had first."""
-        index, janitor, members = self._index, self.core.janitor, self.core.members
+        index = self._index
         parent = index.find(chunk.parent)
         if parent is None or parent.state not in (PENDING, COMPLETE):
             return Status.NO_PARENT
+        # Counted as a child from here on: a childless parent could be evicted to make room for this very chunk, or
+        # go with the dead writer's child that is removed below.
+        index.add_child(parent.cell, 1)
+        try:
+            return self._reserve_under(parent, root, chunk, split)
+        finally:
+            index.add_child(parent.cell, -1)
+
+    def _reserve_under(self, parent: Entry, root: RootRef, chunk: ChunkRef, split: Split) -> Entry | Status | None:
+        index, janitor, members = self._index, self.core.janitor, self.core.members
         entry = index.find(chunk.key)
         if entry is not None:
             if entry.record.parent_id == parent.record.id:
@@ -281,7 +290,7 @@ class Writer:
         return self._reserve_new(root, chunk, split, parent)
 
     def _reserve_new(self, root: RootRef, chunk: ChunkRef, split: Split, parent: Entry) -> Entry | Status | None:
-        index, janitor, members, words = self._index, self.core.janitor, self.core.members, self._index.words
+        janitor, members, words = self.core.janitor, self.core.members, self._index.words
         spec = root.space.spec
         length = spec.extent_bytes(chunk.num_tokens)
         pending_limit = self.core.geometry.data_bytes // PENDING_SHARE
@@ -289,11 +298,7 @@ class Writer:
             janitor.sweep(members.published())
             if words[Word.PENDING] + length > pending_limit:
                 return Status.FULL
-        index.add_child(parent.cell, 1)
-        try:
-            offset = janitor.allocate(length, evict=not self.core.can_grow)
-        finally:
-            index.add_child(parent.cell, -1)
+        offset = janitor.allocate(length, evict=not self.core.can_grow)
         if offset < 0:
             return None if self.core.can_grow else Status.FULL
         payload = _empty_payload(spec, split, chunk)
