@@ -1,0 +1,154 @@
+"""What is evicted, in which order, and what never is."""
+
+from __future__ import annotations
+
+import pytest
+
+from headwater.kv.topology import whole_shard
+from headwater.pool import Pool, Space, open_pool
+from headwater.stores.base import Status
+from headwater.stores.embedded import janitor
+
+from support import gqa, identity, local_tiles
+
+SPEC = gqa(layers=2, heads=4, dim=64)  # 16 KiB a chunk of 8 tokens
+SHARD = whole_shard(SPEC)
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return open_pool("memory://?capacity=1536KiB")
+
+
+def space_of(pool: Pool) -> Space:
+    return pool.space(identity(), SPEC, chunk_tokens=8)
+
+
+def write(space: Space, tokens: list[int]) -> list[Status]:
+    chunks = space.keys(tokens).chunks()
+    return space.write(chunks, SHARD, [local_tiles(SPEC, c, SHARD) for c in chunks])
+
+
+def held(space: Space, tokens: list[int]) -> int:
+    return space.match(space.keys(tokens)).num_tokens
+
+
+def room(pool: Pool) -> int:
+    """Chunks that fit."""
+    return pool.stats().store.data_bytes // SPEC.extent_bytes(8)
+
+
+def test_the_least_recently_used_goes_first(pool: Pool) -> None:
+    space = space_of(pool)
+    for number in range(room(pool)):
+        write(space, [number] * 8)
+    with space.lease(space.match(space.keys([0] * 8)), "r"):
+        pass  # a use
+    write(space, [1000] * 8)
+    assert held(space, [0] * 8) == 8
+    assert held(space, [1] * 8) == 0
+    assert pool.stats().store.evicted == 1
+    for number in range(2, 5):
+        write(space, [1000 + number] * 8)
+        assert held(space, [number] * 8) == 0
+    assert held(space, [5] * 8) == 8
+
+
+def test_a_prefix_is_as_young_as_its_youngest_user(pool: Pool) -> None:
+    space = space_of(pool)
+    write(space, [7] * 8)  # the oldest of all
+    for number in range(room(pool) - 2):
+        write(space, [number + 100] * 8)
+    write(space, [7] * 8 + [8] * 8)  # and just used through its child
+    for number in range(5):
+        write(space, [number + 500] * 8)
+    assert held(space, [7] * 8 + [8] * 8) == 16
+
+
+def test_leaves_go_before_their_parents(pool: Pool) -> None:
+    space = space_of(pool)
+    long = [7] * (8 * room(pool))
+    write(space, long)
+    for number in range(4):
+        write(space, [number + 100] * 8)
+        assert held(space, long) == 8 * (room(pool) - number - 1)
+    assert pool.verify().clean
+
+
+def test_a_tail_goes_before_a_full_chunk_of_its_age(pool: Pool) -> None:
+    space = space_of(pool)
+    write(space, [1] * 8)
+    write(space, [2] * 4)
+    write(space, [3] * 4)  # two halves lie side by side and make room for one whole chunk
+    number = 0
+    while not pool.stats().store.evicted:
+        number += 1
+        write(space, [100 + number] * 8)
+    assert held(space, [1] * 8) == 8
+    assert held(space, [2] * 4) == held(space, [3] * 4) == 0
+
+
+def test_fifo_does_not_care_about_use() -> None:
+    pool = open_pool("memory://?capacity=1536KiB&policy=fifo")
+    space = space_of(pool)
+    for number in range(room(pool)):
+        write(space, [number] * 8)
+    space.lease(space.match(space.keys([0] * 8)), "r").release()
+    write(space, [1000] * 8)
+    assert held(space, [0] * 8) == 0
+
+
+def test_what_is_pinned_stays_and_what_is_full_is_said(pool: Pool) -> None:
+    space = space_of(pool)
+    long = [7] * (8 * room(pool))
+    write(space, long)
+    match = space.match(space.keys(long))
+    assert space.pin(match)
+    assert write(space, [1] * 8) == [Status.FULL]
+    assert held(space, long) == len(long)
+    assert space.unpin(match)
+    assert space.unpin(match)
+    assert write(space, [1] * 8) == [Status.OK]
+    assert held(space, long) == len(long) - 8
+    assert not space.pin(match), "what is gone cannot be pinned"
+    assert pool.verify().clean
+
+
+def test_pending_bytes_take_at_most_a_quarter(pool: Pool) -> None:
+    space = space_of(pool)
+    refs = [space.keys([number] * 8).chunks()[0] for number in range(room(pool))]
+    reservations = [space.reserve([ref], SHARD)[0] for ref in refs]
+    granted = [r for r in reservations if r.status == Status.OK]
+    assert {r.status for r in reservations} == {Status.OK, Status.FULL}
+    stats = pool.stats().store
+    assert stats.pending_bytes == len(granted) * SPEC.extent_bytes(8) <= stats.data_bytes // 4
+    for reservation in granted:
+        reservation.abort()
+    assert pool.stats().store.pending_bytes == 0
+    assert pool.stats().store.used_bytes == 0
+    assert pool.verify().clean
+
+
+def test_an_over_age_reservation_is_given_up(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(pool)
+    (chunk,) = space.keys([1] * 8).chunks()
+    (old,) = space.reserve([chunk], SHARD)
+    monkeypatch.setattr(janitor, "MAX_PENDING_NS", 0)
+    (new,) = space.reserve([chunk], SHARD)
+    assert (old.status, new.status) == (Status.OK, Status.OK)
+    assert old.commit(SHARD.layers, SHARD.heads, 0, [0] * 8) == Status.LOST
+    old.close()
+    new.abort()
+    assert pool.verify().clean
+
+
+def test_two_different_contents_for_one_tile_lose_the_chunk(pool: Pool) -> None:
+    space = space_of(pool)
+    (chunk,) = space.keys([1] * 8).chunks()
+    (reservation,) = space.reserve([chunk], SHARD)
+    assert reservation.commit(range(1), range(4), 0, [1, 2, 3, 4]) == Status.OK
+    assert reservation.commit(range(1), range(4), 0, [1, 2, 3, 4]) == Status.OK
+    assert reservation.commit(range(1), range(4), 0, [1, 2, 3, 5]) == Status.LOST
+    reservation.close()
+    assert pool.stats().store.chunks == 0
+    assert pool.verify().clean
