@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import logging
 import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from headwater.errors import DeadlineError, HeadwaterError, StoreClosedError, StoreDamagedError
+from headwater.kv.topology import Shard
 from headwater.stores.embedded.data import Data
 from headwater.stores.embedded.index import Index, IndexDamage
 from headwater.stores.embedded.janitor import Janitor
@@ -28,6 +30,36 @@ log = logging.getLogger("headwater")
 _GROW_PAUSE_S = 10.0
 
 
+class Claims:
+    """Tiles of pending extents that a thread of this process is filling right now."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: dict[int, list[Shard]] = {}
+
+    def take(self, extent_id: int, shard: Shard) -> bool:
+        """False where another thread has some of these tiles."""
+        with self._lock:
+            taken = self._taken.setdefault(extent_id, [])
+            if any(_overlap(shard, other) for other in taken):
+                return False
+            taken.append(shard)
+            return True
+
+    def release(self, extent_id: int, shard: Shard) -> None:
+        """Give them back."""
+        with self._lock:
+            taken = self._taken[extent_id]
+            taken.remove(shard)
+            if not taken:
+                del self._taken[extent_id]
+
+
+def _overlap(one: Shard, other: Shard) -> bool:
+    heads = max(one.heads.start, other.heads.start) < min(one.heads.stop, other.heads.stop)
+    return heads and one.part == other.part and not set(one.layers).isdisjoint(other.layers)
+
+
 class Core:
     """Geometry, index, members, data and janitor of one store, as one process sees them."""
 
@@ -40,6 +72,7 @@ class Core:
         self.members = members
         self.data = data
         self.janitor = Janitor(geometry, index, members, data, policy)
+        self.claims = Claims()
         self.closed = False
         self._grow_after = 0.0
 
@@ -104,6 +137,7 @@ class Core:
     def after_fork(self) -> None:
         """In a forked child: a member of its own, with locks of its own."""
         self.data.after_fork()
+        self.claims = Claims()
         try:
             self.members.after_fork()
         except (OSError, HeadwaterError) as error:

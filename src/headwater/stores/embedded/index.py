@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.kv.format import checksum
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import Shard
 from headwater.stores.embedded.layout import (
     AGE_CELLS,
     CELL,
@@ -273,6 +275,16 @@ class Index:
         self._map[flags : flags + count] = b"\1" * count
         self._add_u32(entry.cell, REMAINING, known.count(1) - count)
         return True
+
+    def noted(self, entry: Entry, spec: KVSpec, shard: Shard) -> int:
+        """How many of a shard's checksums a pending record has already."""
+        parts, width = entry.record.parts, spec.num_kv_heads
+        base = self._heap + entry.cell * CELL + HEAD_BYTES + 8 * entry.record.num_sums
+        count = 0
+        for layer in shard.layers:
+            first, last = (layer * width + shard.heads.start) * parts, (layer * width + shard.heads.stop) * parts
+            count += self._map[base + first + shard.part : base + last : parts].count(1)
+        return count
 
     def complete(self, entry: Entry) -> bool:
         """If every checksum is in, turn the pending record complete; whether it did."""

@@ -28,6 +28,8 @@ from headwater.stores.embedded.layout import MEMBERS_BYTES, NUM_SLOTS, PAGE, SLO
 _WRITE_LOCK, _CREATE_LOCK, _SLOT_LOCK = 1 << 40, (1 << 40) + 1, (1 << 40) + 4096
 _FLOCK = struct.Struct("hhqqi4x")
 
+_STUCK_PATIENCE_S = 0.002
+
 _GROUP, _HIGH, _FIRST = 0, 1, 8
 _MAX_HAZARDS = SLOT_BYTES // 8 - _FIRST
 
@@ -223,13 +225,15 @@ class SharedMembers:
 
     # ---- the write lock -----------------------------------------------------------------------------------------
     def lock(self, deadline: float) -> bool:
-        """Poll for the lock. Once a deadline was missed, somebody is stopped inside: later calls only try once,
-        until one succeeds, so that a stopped process costs its peers one deadline and not one per call."""
+        """Poll for the lock. Once a deadline was missed, somebody is stopped inside: later calls give up after
+        two milliseconds, until one succeeds, so that a stopped process costs its peers one deadline in all."""
         if not self._thread_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return False
         pause = 0.00001
+        if self._stuck:
+            deadline = min(deadline, time.monotonic() + _STUCK_PATIENCE_S)
         while not _try_lock(self._fd, _WRITE_LOCK):
-            if self._stuck or time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 self._stuck = True
                 self._thread_lock.release()
                 return False

@@ -17,7 +17,7 @@ from headwater.errors import DeadlineError, HeadwaterError, SpecMismatchError, S
 from headwater.kv.format import EMPTY_CHECKSUM, checksum, part_rows, scatter_part
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
-from headwater.kv.topology import Split
+from headwater.kv.topology import Shard, Split
 from headwater.stores.base import Piece, RootRef, SpaceRef, Status, Tiles
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import Sources
@@ -108,11 +108,16 @@ class Writer:
         )
         statuses = [tickets[piece.chunk.key].status for piece in pieces]
         commits: list[tuple[int, Commit]] = []
+        claimed: list[tuple[int, Shard]] = []
         try:
             for i, (chunk, shard, tiles) in enumerate(pieces):
                 ticket = tickets[chunk.key]
                 if ticket.entry is None:
                     continue
+                statuses[i] = self._claim(spec, ticket.entry, shard)
+                if statuses[i] != Status.OK:
+                    continue
+                claimed.append((ticket.entry.record.id, shard))
                 sums = self._fill(spec, ticket, shard.split, shard.part, shard.layers, shard.heads, tiles, deadline)
                 if sums is None:
                     statuses[i] = Status.TIMEOUT if time.monotonic() >= deadline else Status.FULL
@@ -126,9 +131,22 @@ class Writer:
             if late:
                 self.abort(late)
         finally:
+            for claim in claimed:
+                self.core.claims.release(*claim)
             for ticket in tickets.values():
                 ticket.close()
         return statuses
+
+    def _claim(self, spec: KVSpec, entry: Entry, shard: Shard) -> Status:
+        """The right of one thread of this process to fill these tiles: the same prompt may be running twice, and its
+        two results may differ in the last bit. Between ranks there is nothing to claim: each has its own tiles."""
+        if not self.core.claims.take(entry.record.id, shard):
+            return Status.BUSY
+        noted = self._index.noted(entry, spec, shard)
+        if shard.num_tiles and noted:
+            self.core.claims.release(entry.record.id, shard)
+            return Status.EXISTS if noted == shard.num_tiles else Status.BUSY
+        return Status.OK
 
     def _fill(
         self,
