@@ -11,6 +11,7 @@ import hashlib
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -80,7 +81,10 @@ def root_key(
 
 
 def _as_tokens(tokens: Tokens) -> npt.NDArray[np.uint32]:
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise TokenError(f"tokens must be a flat sequence of integers: {error}") from error
     if array.size == 0:
         return np.empty(0, "<u4")
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -92,12 +96,15 @@ def _as_tokens(tokens: Tokens) -> npt.NDArray[np.uint32]:
 
 
 def _encode_extra(extra: Extra) -> bytes:
-    kind = extra.kind.encode("utf-8")
-    if not 0 < len(kind) <= 255 or not 0 < len(extra.digest) <= 255:
-        raise TokenError("an extra's kind and digest must each be 1 to 255 bytes long")
-    if extra.offset < 0 or extra.num_tokens < 1:
-        raise TokenError(f"an extra needs offset ≥ 0 and num_tokens ≥ 1, got {extra.offset} and {extra.num_tokens}")
-    return struct.pack("<BB", len(kind), len(extra.digest)) + kind + extra.digest + struct.pack("<Q", extra.offset)
+    try:
+        kind, digest, offset = extra.kind.encode("utf-8"), bytes(memoryview(extra.digest)), index(extra.offset)
+        if not 0 < len(kind) <= 255 or not 0 < len(digest) <= 255:
+            raise TokenError("an extra's kind and digest must each be 1 to 255 bytes long")
+        if offset < 0 or index(extra.num_tokens) < 1:
+            raise TokenError(f"an extra needs offset ≥ 0 and num_tokens ≥ 1, got {offset} and {extra.num_tokens}")
+        return struct.pack("<BB", len(kind), len(digest)) + kind + digest + struct.pack("<Q", offset)
+    except (TypeError, AttributeError, UnicodeError, struct.error) as error:
+        raise TokenError(f"{extra!r} is not (kind: str, digest: bytes, offset: int, num_tokens: int)") from error
 
 
 class ChunkKeys:
@@ -141,29 +148,29 @@ class ChunkKeys:
         self._extras = sorted([*self._extras, *extras], key=lambda e: (e.offset, e.kind, e.digest))
         self._hash_complete_chunks()
 
-    def tail_key(self, index: int, num_tokens: int) -> bytes:
-        """Key of the first `num_tokens` tokens after chunk `index - 1`, as a tail. Costs one SHA-256."""
-        return self._key(self.parent_of(index), index * self.chunk_tokens, num_tokens)
+    def tail_key(self, number: int, num_tokens: int) -> bytes:
+        """Key of the first `num_tokens` tokens after chunk `number - 1`, as a tail. Costs one SHA-256."""
+        if not 0 < num_tokens < self.chunk_tokens or number * self.chunk_tokens + num_tokens > self._num_tokens:
+            raise InvalidArgumentError(f"no tail of {num_tokens} tokens after chunk {number - 1}")
+        return self._key(self.parent_of(number), number * self.chunk_tokens, num_tokens)
 
-    def parent_of(self, index: int) -> bytes:
-        """Key that chunk `index` hangs under."""
-        return self.full[index - 1] if index else self.root
+    def parent_of(self, number: int) -> bytes:
+        """Key that chunk `number` hangs under."""
+        return self.full[number - 1] if number else self.root
 
-    def ref(self, index: int) -> ChunkRef:
-        """The complete chunk `index`."""
-        first = index * self.chunk_tokens
-        return ChunkRef(self.full[index], self.parent_of(index), index, first, self.chunk_tokens, self.root)
+    def ref(self, number: int) -> ChunkRef:
+        """The complete chunk `number`."""
+        first = number * self.chunk_tokens
+        return ChunkRef(self.full[number], self.parent_of(number), number, first, self.chunk_tokens, self.root)
 
-    def tail_ref(self, index: int, num_tokens: int) -> ChunkRef:
-        """The tail of `num_tokens` tokens after chunk `index - 1`."""
-        if not 0 < num_tokens < self.chunk_tokens or index * self.chunk_tokens + num_tokens > self._num_tokens:
-            raise InvalidArgumentError(f"no tail of {num_tokens} tokens after chunk {index - 1}")
-        first = index * self.chunk_tokens
-        return ChunkRef(self.tail_key(index, num_tokens), self.parent_of(index), index, first, num_tokens, self.root)
+    def tail_ref(self, number: int, num_tokens: int) -> ChunkRef:
+        """The tail of `num_tokens` tokens after chunk `number - 1`."""
+        key, first = self.tail_key(number, num_tokens), number * self.chunk_tokens
+        return ChunkRef(key, self.parent_of(number), number, first, num_tokens, self.root)
 
     def chunks(self, *, tail: bool = True) -> list[ChunkRef]:
         """Every complete chunk, and the tail if there is one and it is wanted."""
-        refs = [self.ref(index) for index in range(len(self.full))]
+        refs = [self.ref(number) for number in range(len(self.full))]
         if tail and self.tail_tokens:
             refs.append(self.tail_ref(len(self.full), self.tail_tokens))
         return refs
@@ -181,8 +188,8 @@ class ChunkKeys:
     def _hash_complete_chunks(self) -> None:
         size = self.chunk_tokens
         if self._extras:
-            for index in range(len(self.full), self._num_tokens // size):
-                self.full.append(self._key(self.parent_of(index), index * size, size))
+            for number in range(len(self.full), self._num_tokens // size):
+                self.full.append(self._key(self.parent_of(number), number * size, size))
             return
         # The common case, on one screen line per chunk: this loop is what a scheduler waits for.
         data, sha256, count = memoryview(self._tokens).cast("B"), hashlib.sha256, struct.pack("<I", size)

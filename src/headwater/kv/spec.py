@@ -29,6 +29,12 @@ MAX_KV_HEADS = 1 << 14
 MAX_WIDTH = 1 << 20
 
 
+def _check_count(name: str, value: object, most: int) -> None:
+    # Not "equal to an integer": 2.0 and True would be other JSON, and so another digest.
+    if type(value) is not int or not 1 <= value <= most:
+        raise SpecError(f"{name} is {value!r}; expected an integer from 1 to {most}")
+
+
 @dataclass(frozen=True, slots=True)
 class Plane:
     """One named vector per token and head, e.g. `k` of width 128 in bfloat16."""
@@ -42,8 +48,7 @@ class Plane:
             raise SpecError(f"plane name {self.name!r} must be a short ASCII identifier such as 'k' or 'latent'")
         if self.dtype not in DTYPE_BYTES:
             raise SpecError(f"plane {self.name!r} has dtype {self.dtype!r}; known are {', '.join(DTYPE_BYTES)}")
-        if not 1 <= self.width <= MAX_WIDTH:
-            raise SpecError(f"plane {self.name!r} has width {self.width}; expected 1 to {MAX_WIDTH}")
+        _check_count(f"width of plane {self.name!r}", self.width, MAX_WIDTH)
 
     @property
     def row_bytes(self) -> int:
@@ -60,10 +65,8 @@ class KVSpec:
     planes: tuple[Plane, ...]
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_layers <= MAX_LAYERS:
-            raise SpecError(f"num_layers is {self.num_layers}; expected 1 to {MAX_LAYERS}")
-        if not 1 <= self.num_kv_heads <= MAX_KV_HEADS:
-            raise SpecError(f"num_kv_heads is {self.num_kv_heads}; expected 1 to {MAX_KV_HEADS}")
+        _check_count("num_layers", self.num_layers, MAX_LAYERS)
+        _check_count("num_kv_heads", self.num_kv_heads, MAX_KV_HEADS)
         if not 1 <= len(self.planes) <= 8:
             raise SpecError(f"a spec has 1 to 8 planes, not {len(self.planes)}")
         names = [plane.name for plane in self.planes]
@@ -75,7 +78,7 @@ class KVSpec:
         cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str, v_head_dim: int | None = None
     ) -> KVSpec:
         """Keys and values per KV head: MHA, GQA and MQA differ only in `num_kv_heads`."""
-        planes = (Plane("k", head_dim, dtype), Plane("v", v_head_dim or head_dim, dtype))
+        planes = (Plane("k", head_dim, dtype), Plane("v", head_dim if v_head_dim is None else v_head_dim, dtype))
         return cls(num_layers, num_kv_heads, planes)
 
     @classmethod
@@ -117,8 +120,8 @@ class KVSpec:
     def from_canonical(cls, data: Mapping[str, Any]) -> KVSpec:
         """Read what `canonical` wrote. Raises SpecError on anything else."""
         try:
-            planes = tuple(Plane(str(p["name"]), int(p["width"]), str(p["dtype"])) for p in data["planes"])
-            return cls(int(data["num_layers"]), int(data["num_kv_heads"]), planes)
+            planes = tuple(Plane(str(p["name"]), p["width"], str(p["dtype"])) for p in data["planes"])
+            return cls(data["num_layers"], data["num_kv_heads"], planes)
         except (KeyError, TypeError, ValueError) as error:
             raise SpecError(f"not a spec: {error}") from error
 

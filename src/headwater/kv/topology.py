@@ -33,6 +33,8 @@ class Split:
 
     def count(self, part: int, first_token: int, num_tokens: int) -> int:
         """How many rows `part` has in that chunk, without listing them."""
+        if not 0 <= part < self.parts:
+            return 0
         return self._below(part, first_token + num_tokens) - self._below(part, first_token)
 
     def _below(self, part: int, token: int) -> int:
@@ -64,7 +66,8 @@ class Shard:
         if self.replicas == 1:
             return self, 0, 1
         first = (self.replica - chunk_index - self.layers.start) % self.replicas
-        return replace(self, layers=self.layers[first :: self.replicas]), first, self.replicas
+        mine = replace(self, layers=self.layers[first :: self.replicas], replicas=1, replica=0)
+        return mine, first, self.replicas
 
     @property
     def num_tiles(self) -> int:

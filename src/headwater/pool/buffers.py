@@ -76,9 +76,12 @@ def _raw_as_tiles(raw: RawBuffer, shape: tuple[int, int, int]) -> Tiles:
     layers, heads, size = shape
     head_stride = size if raw.head_stride is None else raw.head_stride
     layer_stride = heads * head_stride if raw.layer_stride is None else raw.layer_stride
-    if raw.address <= 0 or head_stride < size or layer_stride < size:
+    heads_span, layers_span = (heads - 1) * head_stride + size, (layers - 1) * layer_stride + size
+    apart = (heads == 1 or head_stride >= size) and (layers == 1 or layer_stride >= heads_span)
+    apart = apart or (head_stride >= layers_span and (layers == 1 or layer_stride >= size))
+    if raw.address <= 0 or head_stride < 0 or layer_stride < 0 or not apart:
         raise BufferMismatchError(
-            f"a raw buffer needs an address and strides of at least one tile ({size} bytes), "
+            f"a raw buffer needs an address and strides that keep {layers} × {heads} tiles of {size} bytes apart, "
             f"got address {raw.address:#x}, layer_stride {layer_stride}, head_stride {head_stride}"
         )
     span = (layers - 1) * layer_stride + (heads - 1) * head_stride + size

@@ -27,7 +27,7 @@ class PoolStats:
 
     store: StoreStats
     counts: Mapping[str, int] = field(default_factory=dict)
-    """`matches`, `matched_tokens`, `asked_tokens`, `read_bytes`, `written_bytes`, and `read_…`/`write_…` per status."""
+    """`matches`, `matched_tokens`, `asked_tokens`, `read_bytes`, `write_bytes`, and `read_…`/`write_…` per status."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -113,10 +113,10 @@ class Pool:
         self.close()
 
 
-def open_pool(url: str = DEFAULT_URL, *, group: int | None = None) -> Pool:
-    """Open (or create) the pool at `url`.
+def open_pool(url: str = DEFAULT_URL, *, group: int | None = None, create: bool = True) -> Pool:
+    """Open the pool at `url`, and make it where there is none (unless `create` is False).
 
     Processes of one server that write parts of the same chunks must pass the same `group` (any random non-zero
     63-bit number they agree on); without it, each process is a server of its own.
     """
-    return Pool(open_store(url, group))
+    return Pool(open_store(url, group, create=create))

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
+import numpy as np
+
 from headwater.errors import BufferMismatchError, InvalidArgumentError
 from headwater.kv.hashing import ChunkKeys, ChunkRef, Extra, Tokens, root_key
 from headwater.kv.identity import Identity
@@ -161,12 +163,16 @@ class Space:
             held[1].release()
 
     # ---- moving bytes -------------------------------------------------------------------------------------------
+    def empty(self, chunk: ChunkRef, shard: Shard) -> Tiles:
+        """Fresh memory of the right shape for this shard's tiles of a chunk."""
+        return np.empty(self._shape(chunk, shard), np.uint8)
+
     def read(
         self, chunks: Sequence[ChunkRef], shard: Shard, out: Sequence[Buffer], *, deadline_s: float | None = None
     ) -> list[Status]:
         """Bring this shard's tiles of each chunk into the caller's memory, verified there.
 
-        One buffer a chunk, of `shard.local_shape(...)`. A buffer whose status is not OK holds garbage.
+        One buffer a chunk (`empty` makes them). A buffer whose status is not OK holds garbage.
         """
         if len(out) != len(chunks):
             raise BufferMismatchError(f"{len(out)} buffers were given for {len(chunks)} chunks")
@@ -189,7 +195,8 @@ class Space:
         """Store this shard's tiles of each chunk: those that this rank is the one of its replicas to write.
 
         Give parents before children. OK means that this rank's part is in; the chunk can be found when the last
-        rank's is.
+        rank's is. Until then its bytes are pending, and pending bytes take at most a quarter of the store: ranks that
+        are far ahead of their slowest peer meet FULL.
         """
         if len(tiles) != len(chunks):
             raise BufferMismatchError(f"{len(tiles)} buffers were given for {len(chunks)} chunks")

@@ -9,7 +9,7 @@ from headwater.stores.base import Store
 from headwater.stores.url import StoreUrl, parse_url
 
 
-def open_store(url: str | StoreUrl, group: int | None = None) -> Store:
+def open_store(url: str | StoreUrl, group: int | None = None, *, create: bool = True) -> Store:
     """Open (or create) the store that `url` names. Raises UrlError, or a StoreError that says what is wrong.
 
     `group` is the number that the processes of one server share; they fill the same extents together.
@@ -17,4 +17,4 @@ def open_store(url: str | StoreUrl, group: int | None = None) -> Store:
     parsed = parse_url(url) if isinstance(url, str) else url
     from headwater.stores.embedded import open_embedded
 
-    return open_embedded(parsed, group)
+    return open_embedded(parsed, group, create=create)

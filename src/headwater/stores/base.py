@@ -122,6 +122,8 @@ class VerifyReport:
     tiles: int
     bytes: int
     damaged: int
+    lost: int
+    """Good chunks that continued a damaged one, and went with it."""
     problems: tuple[str, ...]
 
     @property

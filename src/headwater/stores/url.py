@@ -7,10 +7,11 @@ file:///var/lib/headwater?capacity=200GiB&index=2GiB
 
 from __future__ import annotations
 
+import posixpath
 import re
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from headwater.errors import UrlError
 
@@ -69,7 +70,7 @@ class StoreUrl:
 
     def __str__(self) -> str:
         query = "&".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.scheme}://{self.path}" + (f"?{query}" if query else "")
+        return f"{self.scheme}://{quote(self.path)}" + (f"?{query}" if query else "")
 
 
 _OPTIONS = ("capacity", "index", "segment", "policy", "deadline")
@@ -77,12 +78,15 @@ _OPTIONS = ("capacity", "index", "segment", "policy", "deadline")
 
 def parse_url(text: str) -> StoreUrl:
     """Parse and check a URL. Raises UrlError naming what was wrong and what is possible."""
-    if not isinstance(text, str) or len(text) > 4096 or "\0" in text:
-        raise UrlError("a store URL is a string of at most 4096 characters")
+    if not isinstance(text, str) or len(text) > 4096 or not text.isprintable():
+        raise UrlError("a store URL is a string of at most 4096 printable characters")
     try:
         parts = urlsplit(text)
+        path = unquote(parts.path, errors="strict")
     except ValueError as error:
         raise UrlError(f"{text!r} is not a URL: {error}") from error
+    if not path.isprintable():
+        raise UrlError(f"{text!r} has control characters in its path")
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise UrlError(f"unknown store scheme {parts.scheme!r} in {text!r}; known are {known}")
@@ -90,7 +94,6 @@ def parse_url(text: str) -> StoreUrl:
         raise UrlError(f"{text!r} names a host; write three slashes, as in {parts.scheme}:///{parts.netloc}…")
     if parts.fragment:
         raise UrlError(f"{text!r} has a fragment (#…), which means nothing here")
-    path = unquote(parts.path)
     _check_path(parts.scheme, path, text)
     options: dict[str, str] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
@@ -112,5 +115,5 @@ def _check_path(scheme: str, path: str, text: str) -> None:
         raise UrlError(f"memory:// has no path, got {text!r}")
     if scheme == "shm" and not re.fullmatch(r"/[A-Za-z0-9][A-Za-z0-9._-]{0,127}", path):
         raise UrlError(f"{text!r}: expected shm:///NAME, NAME being letters, digits, '.', '_' and '-'")
-    if scheme == "file" and (not path.startswith("/") or path == "/"):
+    if scheme == "file" and (not path.startswith("/") or posixpath.normpath("/" + path.lstrip("/")) == "/"):
         raise UrlError(f"{text!r}: expected file:///absolute/directory")

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import mmap
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -29,6 +30,7 @@ from headwater.errors import (
     StoreDamagedError,
     StoreError,
     StorePermissionError,
+    UrlError,
 )
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import Data, FileData, MappedData
@@ -63,11 +65,16 @@ _local_cores: list[Core] = []
 _registry_lock = threading.RLock()
 
 
-def open_embedded(url: StoreUrl, group: int | None = None) -> EmbeddedStore:
-    """Open or create the store. `group` names the server this process belongs to; by default it is its own."""
+def open_embedded(url: StoreUrl, group: int | None = None, *, create: bool = True) -> EmbeddedStore:
+    """Open the store, and make it where there is none. `group` names the server this process belongs to.
+
+    With `create` False nothing is made and nothing replaced: a store that is missing or unreadable is an error.
+    """
     deadline_s = url.seconds("deadline", DEFAULT_DEADLINE_S)
     create_policy(url.options.get("policy", "lru"))
     if url.scheme == "memory":
+        if not create:
+            raise UrlError(f"{url} is private to the process that made it; only shm:// and file:// can be looked at")
         core = _memory_core(url, group or new_group())
         with _registry_lock:
             _local_cores.append(core)
@@ -79,6 +86,8 @@ def open_embedded(url: StoreUrl, group: int | None = None) -> EmbeddedStore:
 
         return EmbeddedStore(core, str(url), deadline_s, release)
     with _system_errors(url), _registry_lock:
+        if not create:
+            _require_index(url)
         return _open_shared(url, group, deadline_s)
 
 
@@ -91,14 +100,18 @@ def destroy(url: StoreUrl) -> None:
     """Delete a store's files. Raises StoreError while any process has it open."""
     directory = store_directory(url)
     with _system_errors(url):
-        if not os.path.exists(os.path.join(directory, "members")):
+        if not os.path.isdir(directory):
             return
         members = SharedMembers(os.path.join(directory, "members"), 0)
         try:
-            if members.count():
-                raise StoreError(f"{url} is open in {members.count()} processes; stop them first")
-            _remove_files(directory, keep=None)
-            os.unlink(os.path.join(directory, "members"))
+            # Whoever opens the store waits for this lock, and then finds nothing or has been counted.
+            with members.creating(time.monotonic() + _OPEN_DEADLINE_S) as held:
+                count = members.count()
+                if not held or count:
+                    users = f"{count} process{'es' * (count != 1)}" if count else "a process that is opening it"
+                    raise StoreError(f"{url} is in use by {users}; end that first")
+                _remove_files(directory)
+                os.unlink(os.path.join(directory, "members"))
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
         finally:
@@ -158,6 +171,20 @@ def _open_shared(url: StoreUrl, group: int | None, deadline_s: float) -> Embedde
     key = (at.st_dev, at.st_ino, core.members.group)
     _cores[key] = _Shared(core, 1)
     return EmbeddedStore(core, str(url), deadline_s, partial(_release, key))
+
+
+def _require_index(url: StoreUrl) -> None:
+    """Raise unless there is an index, and one that can be read."""
+    path = os.path.join(store_directory(url), "index")
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise StoreError(f"there is no pool at {url} (no index in {os.path.dirname(path)})") from error
+    if _read_geometry(url, path) is None:
+        raise StoreDamagedError(
+            f"{url}: the index is unreadable; a server that opens it makes a new one, "
+            "and `headwater pool clear --remove` deletes it"
+        )
 
 
 def _open_files(url: StoreUrl, directory: str, members: SharedMembers) -> Core:
@@ -229,7 +256,7 @@ def _create_index(url: StoreUrl, directory: str, path: str) -> Geometry:
     """Make a new index beside nothing, or in place of an unreadable one whose segments go with it."""
     geometry = _new_geometry(url)
     _check_room(url, directory, geometry)
-    _remove_files(directory, keep=None)
+    _remove_files(directory)
     temporary = path + ".new"
     fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
@@ -289,9 +316,10 @@ def _check_room(url: StoreUrl, directory: str, geometry: Geometry) -> None:
     )
 
 
-def _remove_files(directory: str, keep: str | None) -> None:
+def _remove_files(directory: str) -> None:
+    """Delete index and segments, and nothing that is not ours."""
     for name in os.listdir(directory):
-        if name in ("index", "index.new") or (name.startswith("data-") and name[-5:-4] == "-" and name != keep):
+        if name in ("index", "index.new") or re.fullmatch(r"data-[0-9a-f]{32}-\d{4,}", name):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(directory, name))
 

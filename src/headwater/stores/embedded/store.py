@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from headwater.errors import StoreClosedError
+from headwater.errors import SpecError, StoreClosedError
 from headwater.kv.format import part_checksums
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
@@ -137,9 +138,8 @@ class EmbeddedStore:
     ) -> int:
         """Roots vanish in one transaction, and every chunk with them; the room comes back batch by batch after it."""
         core = self._open()
-        before = core.index.words[Word.CHUNKS]
 
-        def cut() -> None:
+        def cut() -> list[Entry]:
             entries = core.janitor.entries()
             spaces = {(e.cell, e.record.id): _payload(core, e) for e in entries if e.record.kind == SPACE}
             for entry in entries:
@@ -148,24 +148,26 @@ class EmbeddedStore:
                     if match is None or match(space, _payload(core, entry)):
                         core.janitor.remove(entry, set())
             core.index.words[Word.SWEEP] = 0  # what is orphaned now goes below, in small steps
+            return orphans(core.janitor.entries())
 
-        core.transact(cut, time.monotonic() + _ADMIN_DEADLINE_S)
-        lost = core.transact(lambda: orphans(core.janitor.entries()), time.monotonic() + _ADMIN_DEADLINE_S)
-
-        def drop(batch: list[Entry]) -> None:
-            published = core.members.published()
+        def drop(batch: list[Entry]) -> int:
+            published, gone = core.members.published(), 0
             for old in batch:
                 entry = core.index.entry(old.cell, old.record.key)
                 if entry is not None and entry.record.id == old.record.id and entry.state != LIMBO:
                     core.janitor.remove(entry, published)
+                    gone += entry.state == COMPLETE and entry.record.kind == CHUNK
+            core.janitor.sweep(published)
+            return gone
 
-        for start in range(0, len(lost), _SWEEP_BATCH):
+        lost = core.transact(cut, time.monotonic() + _ADMIN_DEADLINE_S)
+        cleared = 0
+        for start in range(0, max(len(lost), 1), _SWEEP_BATCH):
             batch = lost[start : start + _SWEEP_BATCH]
-            core.transact(lambda batch=batch: drop(batch), time.monotonic() + _ADMIN_DEADLINE_S)  # type: ignore[misc]
+            cleared += core.transact(partial(drop, batch), time.monotonic() + _ADMIN_DEADLINE_S)
             if progress is not None:
-                progress(min(start + _SWEEP_BATCH, len(lost)), len(lost))
-        core.transact(lambda: core.janitor.sweep(core.members.published()), time.monotonic() + _ADMIN_DEADLINE_S)
-        return max(before - core.index.words[Word.CHUNKS], 0)
+                progress(start + len(batch), len(lost))
+        return cleared
 
     def scan(self) -> Iterator[ChunkInfo]:
         core = self._open()
@@ -220,58 +222,59 @@ class EmbeddedStore:
         """Read every tile, then check the whole index under the lock. What is damaged is removed or rebuilt."""
         core = self._open()
         entries = core.janitor.entries()
-        specs = {
-            (e.cell, e.record.id): KVSpec.from_canonical(_payload(core, e)["spec"])
-            for e in entries
-            if e.record.kind == SPACE and "spec" in _payload(core, e)
-        }
-        homes: dict[tuple[int, int], KVSpec] = dict(specs)
-        chunks = tiles = num_bytes = damaged = 0
-        total = sum(e.record.length for e in entries)
-        done = 0
+        homes: dict[tuple[int, int], KVSpec] = {}
+        chunks = tiles = num_bytes = damaged = lost = done = 0
+        problems: list[str] = []
+        total = sum(entry.record.length for entry in entries)
         for entry in entries:
             record = entry.record
-            spec = homes.get((record.parent_cell, record.parent_id))
             done += record.length
-            if spec is None or entry.state != COMPLETE:
+            if entry.state != COMPLETE:
                 continue
-            homes[(entry.cell, record.id)] = spec
-            if record.kind != CHUNK:
-                continue
-            lease = self._reader.lease_entry(entry)
-            try:
-                good = lease is not None and self._verify_chunk(core, spec, entry)
-            finally:
-                if lease is not None:
-                    lease.release()
-            if good:
+            spec = _described_spec(core, entry) if record.kind == SPACE else None
+            spec = spec or homes.get((record.parent_cell, record.parent_id))
+            outcome = Status.MISS if spec is None or record.kind != CHUNK else self._verify_chunk(core, spec, entry)
+            if outcome == Status.DAMAGED:
+                outcome = self._reader.blame(entry, time.monotonic() + _ADMIN_DEADLINE_S)
+            if outcome == Status.OK and spec is not None:
                 chunks, tiles, num_bytes = chunks + 1, tiles + spec.num_tiles, num_bytes + record.length
-            elif self._reader.blame(entry, time.monotonic() + _ADMIN_DEADLINE_S) == Status.DAMAGED:
+            elif outcome == Status.DAMAGED:
                 damaged += 1
+                continue
+            elif outcome == Status.TIMEOUT:
+                problems.append(f"chunk {record.key.hex()[:12]} could not be read within {_ADMIN_DEADLINE_S:.0f} s")
+            if spec is not None:
+                homes[(entry.cell, record.id)] = spec
+            elif record.kind == CHUNK:
+                lost += 1  # it continued a damaged one, and went with it
             if progress is not None:
                 progress(done, total)
-        problems = self.audit()
-        if problems:
+        found = self.audit()
+        if found:
             core.index.words[Word.SUSPECT] = 1  # whoever writes next rebuilds what can be rebuilt
-        return VerifyReport(chunks, tiles, num_bytes, damaged, tuple(problems))
+        return VerifyReport(chunks, tiles, num_bytes, damaged, lost, (*problems, *found))
 
-    def _verify_chunk(self, core: Core, spec: KVSpec, entry: Entry) -> bool:
+    def _verify_chunk(self, core: Core, spec: KVSpec, entry: Entry) -> Status:
+        """OK, DAMAGED, TIMEOUT, or MISS where it went meanwhile."""
         record = entry.record
         ref = ChunkRef(record.key, b"", record.number, record.first_token, record.num_tokens, b"")
         loaded = self._reader.load(spec, ref)
-        if loaded is None:
-            return False
+        if loaded is None or loaded.entry.record.id != record.id:
+            return Status.MISS
         size, parts = spec.tile_bytes(record.num_tokens), record.parts
-        split, scratch = Split(parts, record.interleave), np.empty(spec.tile_bytes(record.num_tokens), np.uint8)
+        split, scratch = Split(parts, record.interleave), np.empty(size, np.uint8)
         for tile in range(spec.num_tiles):
+            deadline = time.monotonic() + _ADMIN_DEADLINE_S
             try:
-                read = core.data.load(record.offset + tile * size, [scratch], time.monotonic() + _ADMIN_DEADLINE_S)
+                read = core.data.load(record.offset + tile * size, [scratch], deadline)
             except (OSError, IndexError):
-                return False
+                return Status.DAMAGED
+            if not read and time.monotonic() >= deadline:
+                return Status.TIMEOUT
             sums = part_checksums(spec, split, record.first_token, record.num_tokens, scratch)
             if not read or sums != loaded.sums[tile * parts : (tile + 1) * parts].tolist():
-                return False
-        return True
+                return Status.DAMAGED
+        return Status.OK
 
     def audit(self) -> list[str]:
         """Check every invariant of the index (not the stored bytes); what is wrong, in words."""
@@ -282,6 +285,13 @@ class EmbeddedStore:
         release, self._release = self._release, None
         if release is not None:
             release()
+
+
+def _described_spec(core: Core, entry: Entry) -> KVSpec | None:
+    try:
+        return KVSpec.from_canonical(_payload(core, entry)["spec"])
+    except (KeyError, SpecError):
+        return None
 
 
 def _payload(core: Core, entry: Entry) -> dict[str, Any]:

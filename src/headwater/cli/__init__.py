@@ -1,0 +1,65 @@
+"""The `headwater` command: how it starts, and how it ends.
+
+Commands raise; here every error becomes one line and an exit code (0 done, 1 failed, 2 wrong usage, 130 interrupted).
+Nothing heavy is imported at the top: `--help` must be quick, and the demo's ranks import this package too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from headwater.errors import HeadwaterError
+
+__all__ = ["main", "run"]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `headwater pool ls | head`: nobody reads on. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command and return its exit code. Never raises for what a command may meet."""
+    try:
+        from headwater.cli.app import app
+
+        app(list(args), prog_name="headwater")
+        return 0
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BrokenPipeError:
+        raise
+    except (HeadwaterError, OSError) as error:
+        return _fail(error, str(error), args)
+    except Exception as error:
+        if os.environ.get("HEADWATER_TRACEBACK"):
+            raise
+        text = f"unexpected {type(error).__name__}: {error} (HEADWATER_TRACEBACK=1 shows where; please report it)"
+        return _fail(error, text, args)
+
+
+def _fail(error: Exception, text: str, args: Sequence[str]) -> int:
+    from headwater.cli.output import one_line, print_json
+
+    print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
+    if "--json" in args:
+        print_json({"error": text, "kind": type(error).__name__})
+    return 1
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    """Ctrl-C and `kill` unwind the stack like any other exit, so that what was begun is cleaned up."""
+    raise SystemExit(128 + number)

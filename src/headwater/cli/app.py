@@ -1,0 +1,31 @@
+"""The tree of commands. Each group lives in its own module; this one only hangs them together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headwater.cli.bench import bench_app
+from headwater.cli.pool import pool_app
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(pool_app, name="pool")
+app.add_typer(bench_app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from headwater import __version__
+
+        typer.echo(f"headwater {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def headwater(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """One KV cache under every LLM engine."""

@@ -1,0 +1,96 @@
+"""`headwater pool …`: the commands and their options. What they do is in `inspection`, `clear` and `demo`, which are
+imported when a command runs: they bring numpy, and `--help` must not."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headwater.cli.output import HUMAN_ROWS, console, print_json, progress
+
+pool_app = typer.Typer(no_args_is_help=True, help="Look at a pool, check it, empty it, and see one at work.")
+
+Url = Annotated[str | None, typer.Argument(metavar="URL", help="The pool; shm:///headwater if not given.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+Tenant = Annotated[str | None, typer.Option(help="Only this tenant: its text, or its tag as `ls` shows it.")]
+Identity = Annotated[str | None, typer.Option(help="Only this model: its label, or the first digits of its weights.")]
+
+
+@pool_app.command()
+def stats(url: Url = None, as_json: Json = False) -> None:
+    """Show how full a pool is and what happened to it."""
+    from headwater.cli.inspection import show_stats
+
+    show_stats(url, as_json)
+
+
+@pool_app.command()
+def ls(
+    url: Url = None,
+    chunks: Annotated[bool, typer.Option("--chunks", help="List single chunks.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=0, help=f"At most N rows; if not given {HUMAN_ROWS}, and all with --json.")
+    ] = None,
+    tenant: Tenant = None,
+    identity: Identity = None,
+    as_json: Json = False,
+) -> None:
+    """List what a pool holds, the most recently used first: one row per model, tenant and adapter."""
+    from headwater.cli.inspection import list_chunks, list_roots
+    from headwater.cli.listing import Selection
+
+    (list_chunks if chunks else list_roots)(url, Selection(tenant, identity), limit, as_json)
+
+
+@pool_app.command()
+def verify(url: Url = None, as_json: Json = False) -> None:
+    """Read every byte and check every record. Damaged chunks are removed; exit code 1 if anything was wrong."""
+    from headwater.cli.inspection import verify_pool
+
+    raise typer.Exit(0 if verify_pool(url, as_json) else 1)
+
+
+@pool_app.command()
+def clear(
+    url: Url = None,
+    tenant: Tenant = None,
+    identity: Identity = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Delete the pool itself; nobody may have it open.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Forget everything, one tenant, or one model; or delete the pool itself."""
+    from headwater.cli.clear import delete_pool, forget
+    from headwater.cli.listing import Selection
+
+    selected = Selection(tenant, identity)
+    if not remove:
+        forget(url, selected, yes, as_json)
+    elif selected.is_everything:
+        delete_pool(url, yes, as_json)
+    else:
+        raise typer.BadParameter("it deletes the whole pool; leave --tenant and --identity out", param_hint="--remove")
+
+
+@pool_app.command()
+def demo(
+    url: Annotated[str | None, typer.Option(help="Use this pool, and leave the KV in it.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, max=32768, help="Tokens in the prompt.")] = 2000,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the demo's own pool for you to look at.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write KV as one topology, read it as two others, and compare every byte.
+
+    Eight processes write as TP=4 × PP=2; eight read as TP=8 × PP=1 and three as TP=1 × PP=3, with other block sizes.
+    """
+    from headwater.cli.demo.run import run_demo
+    from headwater.cli.demo.show import show
+
+    with progress("demo") as advance:
+        outcome = run_demo(url, tokens, keep, advance)
+    if as_json:
+        print_json(outcome.as_dict())
+    else:
+        show(outcome, console())
+    raise typer.Exit(0 if outcome.correct else 1)
