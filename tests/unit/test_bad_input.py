@@ -249,3 +249,20 @@ def test_no_library_exception_escapes_for_odd_urls(tmp_path: Path) -> None:
         with pytest.raises(HeadwaterError):
             open_pool(url).close()
     assert not Path("/dev/shm/x").exists()
+
+
+def test_a_store_that_somebody_else_could_write_to(tmp_path: Path) -> None:
+    """Whoever can put files there can make up KV that verifies."""
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(StorePermissionError, match="others may write"):
+        open_pool(f"file://{folder}?capacity=4MiB")
+    assert not list(folder.iterdir())
+    link = Path("/dev/shm") / f"hwtest-link-{os.getpid()}"
+    link.symlink_to(tmp_path)
+    try:
+        with pytest.raises(StorePermissionError, match="another user"):
+            open_pool(f"shm:///{link.name}?capacity=4MiB")
+    finally:
+        link.unlink()

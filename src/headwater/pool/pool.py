@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from headwater.errors import CapacityError
 from headwater.kv.hashing import DEFAULT_CHUNK_TOKENS, check_chunk_tokens
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
+from headwater.locks import ForkSafeLock
 from headwater.pool.space import Space, tenant_tag
 from headwater.stores import open_store
 from headwater.stores.base import ChunkInfo, Progress, SpaceRef, Store, StoreStats, VerifyReport
@@ -40,7 +40,7 @@ class Pool:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._counts: Counter[str] = Counter()
-        self._counts_lock = threading.Lock()
+        self._counts_lock = ForkSafeLock()
 
     def space(self, identity: Identity, spec: KVSpec, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> Space:
         """The part of the pool that holds KV of these weights in this form.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from headwater.kv.hashing import ChunkKeys, ChunkRef, Extra, Tokens, root_key
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard
+from headwater.locks import ForkSafeLock
 from headwater.pool.buffers import Buffer, as_tiles
 from headwater.stores.base import Lease, Piece, Reservation, RootRef, SpaceRef, Status, Store, Tiles
 
@@ -73,7 +73,7 @@ class Space:
         self._count = count
         self._roots: dict[bytes, RootRef] = {}
         self._leases: dict[str, tuple[bytes, Lease | None]] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._any_root = self.root()
 
     @property
@@ -183,10 +183,6 @@ class Space:
         ready = [Piece(c, s, as_tiles(b, self._shape(c, s), writable=True)) for c, s, b in pieces]
         statuses = self._store.read(self._any_root, ready, deadline_s)
         self._tally("read", ready, statuses)
-        for piece, status in zip(reversed(ready), reversed(statuses), strict=True):
-            if status == Status.OK:
-                self._store.touch(piece.chunk.key)
-                break
         return statuses
 
     def write(

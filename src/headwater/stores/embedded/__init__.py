@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-import threading
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from headwater.errors import (
     StorePermissionError,
     UrlError,
 )
+from headwater.locks import ForkSafeLock
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import Data, FileData, MappedData
 from headwater.stores.embedded.index import Index
@@ -62,7 +63,7 @@ class _Shared:
 
 _cores: dict[tuple[int, int, int], _Shared] = {}
 _local_cores: list[Core] = []
-_registry_lock = threading.RLock()
+_registry_lock = ForkSafeLock()
 
 
 def open_embedded(url: StoreUrl, group: int | None = None, *, create: bool = True) -> EmbeddedStore:
@@ -150,6 +151,7 @@ def _open_shared(url: StoreUrl, group: int | None, deadline_s: float) -> Embedde
     if not os.path.exists(os.path.join(directory, "index")):
         _check_room(url, _existing(directory), _new_geometry(url))  # before anything is made that must be undone
     os.makedirs(directory, mode=0o700, exist_ok=True)
+    _check_owner(url, directory)
     path = os.path.join(directory, "members")
     for key, shared in _cores.items():
         with contextlib.suppress(FileNotFoundError):
@@ -305,6 +307,18 @@ def _check_settings(url: StoreUrl, geometry: Geometry) -> None:
         raise SettingsMismatchError(f"{url}: the store exists with policy={geometry.policy}")
 
 
+def _check_owner(url: StoreUrl, directory: str) -> None:
+    """Raise unless only this user (or root) can put files there: whoever can, can make up KV that verifies."""
+    found = os.lstat(directory)
+    if stat.S_ISLNK(found.st_mode) and url.scheme == "file":
+        found = os.stat(directory)  # a symbolic link to one's own directory is fine, but not in /dev/shm
+    trusted = found.st_uid in (os.geteuid(), 0) if url.scheme == "file" else found.st_uid == os.geteuid()
+    if not stat.S_ISDIR(found.st_mode) or not trusted or found.st_mode & stat.S_IWOTH:
+        raise StorePermissionError(
+            f"{url}: {directory} belongs to another user or others may write to it; use a directory of your own"
+        )
+
+
 def _check_room(url: StoreUrl, directory: str, geometry: Geometry) -> None:
     usage = shutil.disk_usage(directory)
     if geometry.capacity <= usage.free:
@@ -361,8 +375,6 @@ def _release(key: tuple[int, int, int]) -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _registry_lock
-    _registry_lock = threading.RLock()
     for core in [*_local_cores, *(shared.core for shared in _cores.values())]:
         core.after_fork()
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import errno
 import logging
 import struct
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from headwater.errors import DeadlineError, HeadwaterError, StoreClosedError, StoreDamagedError
 from headwater.kv.topology import Shard
+from headwater.locks import ForkSafeLock
 from headwater.stores.embedded.data import Data
 from headwater.stores.embedded.index import Index, IndexDamage
 from headwater.stores.embedded.janitor import Janitor
@@ -34,7 +34,7 @@ class Claims:
     """Tiles of pending extents that a thread of this process is filling right now."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._taken: dict[int, list[Shard]] = {}
 
     def take(self, extent_id: int, shard: Shard) -> bool:

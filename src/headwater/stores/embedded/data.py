@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from headwater.locks import ForkSafeLock
 from headwater.stores.embedded.layout import Geometry
 
 Bytes = npt.NDArray[np.uint8]
@@ -55,7 +56,7 @@ class Data(Protocol):
         """
 
     def after_fork(self) -> None:
-        """In a forked child: locks of its own."""
+        """In a forked child: threads of its own."""
 
     def close(self) -> None:
         """Let go of everything."""
@@ -71,7 +72,7 @@ class MappedData:
         self._directory = directory
         self._mappings: list[mmap.mmap | None] = [None] * geometry.num_segments
         self._arrays: list[Bytes | None] = [None] * geometry.num_segments
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def back(self, segment: int) -> None:
         self._attach(segment)
@@ -109,7 +110,7 @@ class MappedData:
         return True
 
     def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        return
 
     def close(self) -> None:
         self._arrays = [None] * len(self._arrays)
@@ -165,7 +166,7 @@ class FileData:
         self._geometry = geometry
         self._directory = directory
         self._fds: list[int | None] = [None] * geometry.num_segments
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._workers = Workers(4)
         self._nowait = hasattr(os, "RWF_NOWAIT")
 
@@ -232,7 +233,7 @@ class FileData:
         return self._workers.call(work, deadline) is True
 
     def after_fork(self) -> None:
-        self._lock, self._workers = threading.Lock(), Workers(4)
+        self._workers = Workers(4)
 
     def close(self) -> None:
         self._workers.close()
@@ -290,7 +291,7 @@ class Workers:
     def __init__(self, count: int) -> None:
         self._count = count
         self._jobs: queue.SimpleQueue[tuple[Callable[[], object], list[object], threading.Event] | None] | None = None
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def call(self, work: Callable[[], object], deadline: float) -> object:
         """Run `work` in a thread. Its result, the OSError it raised, or None where it is late."""

@@ -16,12 +16,12 @@ import mmap
 import os
 import secrets
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from typing import Protocol
 
 from headwater.errors import CapacityError
+from headwater.locks import ForkSafeLock
 from headwater.stores.embedded.layout import MEMBERS_BYTES, NUM_SLOTS, PAGE, SLOT_BYTES
 
 # Lock bytes lie far beyond the file's end, where no data ever is.
@@ -33,7 +33,7 @@ _STUCK_PATIENCE_S = 0.002
 _GROUP, _HIGH, _FIRST = 0, 1, 8
 _MAX_HAZARDS = SLOT_BYTES // 8 - _FIRST
 
-_fence_lock = threading.Lock()
+_fence_lock = ForkSafeLock()
 
 
 def fence() -> None:
@@ -89,9 +89,9 @@ class LocalMembers:
 
     def __init__(self, group: int) -> None:
         self.group = group
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._touching: dict[int, int] = {}
-        self._mutex = threading.Lock()
+        self._mutex = ForkSafeLock()
 
     def publish(self, extent_id: int) -> bool:
         with self._mutex:
@@ -123,7 +123,6 @@ class LocalMembers:
         return 1
 
     def after_fork(self) -> None:
-        self._lock, self._mutex = threading.Lock(), threading.Lock()
         self._touching = {}
 
     def close(self) -> None:
@@ -137,8 +136,8 @@ class SharedMembers:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._slot = -1
         self._stuck = False
-        self._thread_lock = threading.Lock()
-        self._mutex = threading.Lock()
+        self._thread_lock = ForkSafeLock()
+        self._mutex = ForkSafeLock()
         self.group = group
         try:
             # Storage for all of it: touching a hole of a full tmpfs, even to read it, is a SIGBUS.
@@ -263,7 +262,7 @@ class SharedMembers:
         # (even of one that was deleted) owns none; closing the old one here leaves the parent's untouched.
         old, self._fd = self._fd, os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         os.close(old)
-        self._thread_lock, self._mutex, self._stuck = threading.Lock(), threading.Lock(), False
+        self._stuck = False
         self._slot = -1
         self.group = new_group()
         self.join()

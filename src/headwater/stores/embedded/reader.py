@@ -104,7 +104,9 @@ class Reader:
                 statuses.append(Status.TIMEOUT)
                 continue
             if chunk.key not in loaded:
-                loaded[chunk.key] = self.load(spec, chunk)
+                loaded[chunk.key] = found = self.load(spec, chunk)
+                if found is not None:
+                    self._index.touch(found.entry.cell, time.time_ns())
             found = loaded[chunk.key]
             if found is None:
                 statuses.append(Status.MISS)
