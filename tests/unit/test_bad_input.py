@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from headwater.errors import (
     CapacityError,
     FormatVersionError,
     HeadwaterError,
+    InvalidArgumentError,
     SettingsMismatchError,
     SpecMismatchError,
     StoreClosedError,
@@ -266,3 +269,64 @@ def test_a_store_that_somebody_else_could_write_to(tmp_path: Path) -> None:
             open_pool(f"shm:///{link.name}?capacity=4MiB")
     finally:
         link.unlink()
+
+
+def test_a_directory_with_somebody_elses_index_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "index").write_text("a table of contents")
+    with pytest.raises(StoreError, match="not made by Headwater"):
+        open_pool(f"file://{tmp_path}?capacity=4MiB")
+    assert (tmp_path / "index").read_text() == "a table of contents"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_options_that_were_rounded_are_still_the_same_options(tmp_path: Path) -> None:
+    with temporary_url("file", tmp_path, "capacity=64MiB&index=16000000&segment=60MiB") as url:
+        open_pool(url).close()
+        bare = url.split("?")[0]
+        for options in ("capacity=64MiB&segment=60MiB", "index=16000000", "segment=60MiB"):
+            open_pool(f"{bare}?{options}").close()
+        with pytest.raises(SettingsMismatchError, match="capacity"):
+            open_pool(f"{bare}?capacity=1MiB")
+
+
+@pytest.mark.parametrize("group", [0, -1, 1 << 63, 1 << 70])
+def test_a_group_that_is_no_group(group: int) -> None:
+    with pytest.raises(InvalidArgumentError, match="group is"):
+        open_pool("memory://?capacity=4MiB", group=group)
+
+
+@pytest.mark.parametrize("scheme", ["memory", "shm", "file"])
+def test_closing_under_readers_and_writers(scheme: str, tmp_path: Path) -> None:
+    """They finish, or are told that it is closed; nobody crashes."""
+    spec = gqa(layers=4, heads=8, dim=64)
+    shard = whole_shard(spec)
+    for _ in range(5):
+        with temporary_url(scheme, tmp_path, "capacity=8MiB") as url:
+            pool = open_pool(url)
+            space = pool.space(identity(), spec, chunk_tokens=16)
+            chunks = space.keys(range(64)).chunks()
+            tiles = [local_tiles(spec, c, shard) for c in chunks]
+            failures: list[BaseException] = []
+            ended = threading.Barrier(4)
+
+            def work(number: int, space=space, chunks=chunks, tiles=tiles, failures=failures, ended=ended) -> None:  # type: ignore[no-untyped-def]
+                try:
+                    while True:
+                        space.write(chunks, shard, tiles)
+                        space.read(chunks, shard, [space.empty(c, shard) for c in chunks])
+                        space.lease(space.match(space.keys(range(64))), f"r{number}").release()
+                except StoreClosedError:
+                    ended.wait(10)
+                except BaseException as error:
+                    failures.append(error)
+                    raise
+
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.05)
+            pool.close()
+            ended.wait(10)
+            for thread in threads:
+                thread.join()
+            assert not failures

@@ -96,6 +96,11 @@ def test_fifo_does_not_care_about_use() -> None:
     space.lease(space.match(space.keys([0] * 8)), "r").release()
     write(space, [1000] * 8)
     assert held(space, [0] * 8) == 0
+    # The order of arrival, not of addresses: after a while the two have nothing to do with each other.
+    for number in range(1001, 1400):
+        write(space, [number] * (8 - number % 3))
+    kept = [number for number in range(1400) if held(space, [number] * (8 - number % 3)) == 8 - number % 3]
+    assert kept == list(range(kept[0], 1400))
 
 
 def test_what_is_pinned_stays_and_what_is_full_is_said(pool: Pool) -> None:

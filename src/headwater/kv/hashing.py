@@ -52,8 +52,8 @@ class ChunkRef(NamedTuple):
 
 def check_chunk_tokens(chunk_tokens: int) -> int:
     """Return `chunk_tokens` if it is possible, else raise."""
-    if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
-        raise InvalidArgumentError(f"chunk_tokens is {chunk_tokens}; expected 1 to {MAX_CHUNK_TOKENS}")
+    if type(chunk_tokens) is not int or not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise InvalidArgumentError(f"chunk_tokens is {chunk_tokens!r}; expected 1 to {MAX_CHUNK_TOKENS}")
     return chunk_tokens
 
 
@@ -66,7 +66,8 @@ def root_key(
             raise InvalidArgumentError(f"{name} has {len(value)} bytes; expected {KEY_BYTES}")
     for name, value in (("tenant", tenant), ("adapter", adapter)):
         if not isinstance(value, bytes) or len(value) > 1024:
-            raise InvalidArgumentError(f"{name} must be at most 1024 bytes, got {type(value).__name__}")
+            got = f"{len(value)} bytes" if isinstance(value, bytes) else type(value).__name__
+            raise InvalidArgumentError(f"{name} must be at most 1024 bytes, got {got}")
     return hashlib.sha256(
         b"headwater root\0"
         + struct.pack("<I", FORMAT_VERSION)
@@ -95,16 +96,22 @@ def _as_tokens(tokens: Tokens) -> npt.NDArray[np.uint32]:
     return array.astype("<u4", copy=False)
 
 
-def _encode_extra(extra: Extra) -> bytes:
+def _checked_extra(extra: Extra) -> Extra:
+    """The extra with plain, immutable fields. Raises TokenError where it cannot be encoded."""
     try:
-        kind, digest, offset = extra.kind.encode("utf-8"), bytes(memoryview(extra.digest)), index(extra.offset)
-        if not 0 < len(kind) <= 255 or not 0 < len(digest) <= 255:
+        digest, offset, num_tokens = bytes(memoryview(extra.digest)), index(extra.offset), index(extra.num_tokens)
+        if not 0 < len(extra.kind.encode("utf-8")) <= 255 or not 0 < len(digest) <= 255:
             raise TokenError("an extra's kind and digest must each be 1 to 255 bytes long")
-        if offset < 0 or index(extra.num_tokens) < 1:
-            raise TokenError(f"an extra needs offset ≥ 0 and num_tokens ≥ 1, got {offset} and {extra.num_tokens}")
-        return struct.pack("<BB", len(kind), len(digest)) + kind + digest + struct.pack("<Q", offset)
-    except (TypeError, AttributeError, UnicodeError, struct.error) as error:
+        if not 0 <= offset < 1 << 63 or num_tokens < 1:
+            raise TokenError(f"an extra needs offset ≥ 0 and num_tokens ≥ 1, got {offset} and {num_tokens}")
+        return Extra(extra.kind, digest, offset, num_tokens)
+    except (TypeError, AttributeError, UnicodeError) as error:
         raise TokenError(f"{extra!r} is not (kind: str, digest: bytes, offset: int, num_tokens: int)") from error
+
+
+def _encode_extra(extra: Extra) -> bytes:
+    kind = extra.kind.encode("utf-8")
+    return struct.pack("<BB", len(kind), len(extra.digest)) + kind + extra.digest + struct.pack("<Q", extra.offset)
 
 
 class ChunkKeys:
@@ -114,6 +121,8 @@ class ChunkKeys:
     """
 
     def __init__(self, root: bytes, chunk_tokens: int, tokens: Tokens = (), extras: Sequence[Extra] = ()) -> None:
+        if len(root) != KEY_BYTES:
+            raise InvalidArgumentError(f"a root key has {KEY_BYTES} bytes, not {len(root)}; Space.keys knows it")
         self.root = root
         self.chunk_tokens = check_chunk_tokens(chunk_tokens)
         self.full: list[bytes] = []
@@ -137,20 +146,24 @@ class ChunkKeys:
         """Append tokens, and the extras that stand for some of them. Raises TokenError and changes nothing."""
         new = _as_tokens(tokens)
         hashed_tokens = len(self.full) * self.chunk_tokens
-        for extra in extras:
-            _encode_extra(extra)
+        more = [_checked_extra(extra) for extra in extras]
+        for extra in more:
             if extra.offset < hashed_tokens or extra.offset + extra.num_tokens > self._num_tokens + new.size:
                 raise TokenError(
                     f"an extra covers tokens {extra.offset} to {extra.offset + extra.num_tokens - 1}, "
                     f"but only {hashed_tokens} to {self._num_tokens + new.size - 1} can still be described"
                 )
+        self._extras = sorted([*self._extras, *more], key=lambda e: (e.offset, e.kind, e.digest))
         self._append(new)
-        self._extras = sorted([*self._extras, *extras], key=lambda e: (e.offset, e.kind, e.digest))
         self._hash_complete_chunks()
 
     def tail_key(self, number: int, num_tokens: int) -> bytes:
         """Key of the first `num_tokens` tokens after chunk `number - 1`, as a tail. Costs one SHA-256."""
-        if not 0 < num_tokens < self.chunk_tokens or number * self.chunk_tokens + num_tokens > self._num_tokens:
+        if (
+            number < 0
+            or not 0 < num_tokens < self.chunk_tokens
+            or number * self.chunk_tokens + num_tokens > self._num_tokens
+        ):
             raise InvalidArgumentError(f"no tail of {num_tokens} tokens after chunk {number - 1}")
         return self._key(self.parent_of(number), number * self.chunk_tokens, num_tokens)
 
@@ -160,6 +173,8 @@ class ChunkKeys:
 
     def ref(self, number: int) -> ChunkRef:
         """The complete chunk `number`."""
+        if not 0 <= number < len(self.full):
+            raise InvalidArgumentError(f"there is no complete chunk {number}; there are {len(self.full)}")
         first = number * self.chunk_tokens
         return ChunkRef(self.full[number], self.parent_of(number), number, first, self.chunk_tokens, self.root)
 

@@ -88,17 +88,18 @@ class KVSpec:
         """Multi-head latent attention: one head whose planes are the latent vector and the rotary key."""
         return cls(num_layers, 1, (Plane("latent", latent_dim, dtype), Plane("rope", rope_dim, rope_dtype or dtype)))
 
-    @property
+    # Cached: these are asked for once a piece on the read path.
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one token in one tile (all planes)."""
         return sum(plane.row_bytes for plane in self.planes)
 
-    @property
+    @cached_property
     def num_tiles(self) -> int:
         """Tiles in one chunk: layers × heads."""
         return self.num_layers * self.num_kv_heads
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers and heads."""
         return self.num_tiles * self.row_bytes

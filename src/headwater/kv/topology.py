@@ -17,6 +17,7 @@ from headwater.errors import TopologyError
 from headwater.kv.spec import KVSpec
 
 MAX_RANKS = 4096
+MAX_INTERLEAVE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,12 @@ class Split:
 
     parts: int = 1
     interleave: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.parts <= MAX_RANKS or not 1 <= self.interleave <= MAX_INTERLEAVE:
+            raise TopologyError(f"{self.parts} parts with interleave {self.interleave} cannot be")
+        if self.parts == 1:
+            object.__setattr__(self, "interleave", 1)  # one part is one part, however it is dealt
 
     def rows(self, part: int, first_token: int, num_tokens: int) -> npt.NDArray[np.intp]:
         """Row numbers, inside a chunk that starts at `first_token`, of the tokens in `part`, ascending."""
@@ -76,7 +83,7 @@ class Shard:
 
     def num_rows(self, first_token: int, num_tokens: int) -> int:
         """Tokens of that chunk which this shard holds."""
-        return self.split.count(self.part, first_token, num_tokens)
+        return num_tokens if self.split.parts == 1 else self.split.count(self.part, first_token, num_tokens)
 
     def local_shape(self, spec: KVSpec, first_token: int, num_tokens: int) -> tuple[int, int, int]:
         """Shape in bytes of this shard's piece of a chunk: (layers, heads, bytes of one tile part)."""
@@ -110,6 +117,8 @@ class Topology:
         for name in ("tp", "dcp", "pcp", "interleave", "block_size"):
             if getattr(self, name) < 1:
                 raise TopologyError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.interleave > MAX_INTERLEAVE:
+            raise TopologyError(f"interleave is {self.interleave}; expected at most {MAX_INTERLEAVE}")
         stages = (self.pp,) if isinstance(self.pp, int) else self.pp
         if not stages or min(stages) < 1:
             raise TopologyError(f"pp is {self.pp}; expected a number of stages or the layers of each, all at least 1")

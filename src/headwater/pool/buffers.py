@@ -12,6 +12,8 @@ from numpy.lib.stride_tricks import as_strided
 from headwater.errors import BufferMismatchError
 from headwater.stores.base import Tiles
 
+_UINT8 = np.dtype(np.uint8)
+
 
 @dataclass(frozen=True)
 class RawBuffer:
@@ -35,7 +37,7 @@ def as_tiles(buffer: Buffer, shape: tuple[int, int, int], *, writable: bool) -> 
     contiguous as a whole and has the right number of bytes.
     """
     if isinstance(buffer, np.ndarray):
-        if buffer.shape == shape and buffer.dtype == np.uint8 and buffer.strides[2] == 1:
+        if buffer.shape == shape and buffer.dtype is _UINT8 and buffer.strides[2] == 1:
             tiles = buffer
         else:
             tiles = _array_as_tiles(buffer, shape)

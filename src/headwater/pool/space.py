@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -180,7 +179,7 @@ class Space:
 
     def read_pieces(self, pieces: Sequence[Piece], *, deadline_s: float | None = None) -> list[Status]:
         """Read any mixture of shards of any chunks of this space."""
-        ready = [Piece(c, s, as_tiles(b, self._shape(c, s), writable=True)) for c, s, b in pieces]
+        ready = [self._ready(piece) for piece in pieces]
         statuses = self._store.read(self._any_root, ready, deadline_s)
         self._tally("read", ready, statuses)
         return statuses
@@ -264,15 +263,20 @@ class Space:
             )
         return root
 
+    def _ready(self, piece: Piece) -> Piece:
+        """The piece with its memory as tiles; the same one where it is so already."""
+        tiles = as_tiles(piece.tiles, self._shape(piece.chunk, piece.shard), writable=True)
+        return piece if tiles is piece.tiles else Piece(piece.chunk, piece.shard, tiles)
+
     def _shape(self, chunk: ChunkRef, shard: Shard) -> tuple[int, int, int]:
-        spec = self.ref.spec
+        spec, layers, heads = self.ref.spec, shard.layers, shard.heads
         if not 0 < chunk.num_tokens <= self.ref.chunk_tokens:
             raise InvalidArgumentError(f"a chunk has 1 to {self.chunk_tokens} tokens, not {chunk.num_tokens}")
-        if shard.layers[-1] >= spec.num_layers or shard.heads[-1] >= spec.num_kv_heads:
+        if layers.start < 0 or layers.stop > spec.num_layers or heads.start < 0 or heads.stop > spec.num_kv_heads:
             raise InvalidArgumentError(f"{shard} does not fit a model of {spec}")
-        return shard.local_shape(spec, chunk.first_token, chunk.num_tokens)
+        return len(layers), len(heads), shard.num_rows(chunk.first_token, chunk.num_tokens) * spec.row_bytes
 
     def _tally(self, verb: str, pieces: Sequence[Piece], statuses: Sequence[Status]) -> None:
-        moved = sum(p.tiles.nbytes for p, s in zip(pieces, statuses, strict=True) if s == Status.OK)
-        counts = Counter(f"{verb}_{Status(status).name.lower()}" for status in statuses)
+        moved = sum([piece.tiles.nbytes for piece, status in zip(pieces, statuses, strict=True) if not status])
+        counts = {f"{verb}_{status.name.lower()}": statuses.count(status) for status in set(statuses)}
         self._count(**{f"{verb}_bytes": moved, **counts})

@@ -21,7 +21,7 @@ DEFAULT_URL = "shm:///headwater"
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter + "ib": 1 << (10 * _power), _letter + "b": 10 ** (3 * _power)}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str) -> int:
@@ -90,6 +90,8 @@ def parse_url(text: str) -> StoreUrl:
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise UrlError(f"unknown store scheme {parts.scheme!r} in {text!r}; known are {known}")
+    if parts.netloc and parts.scheme == "memory":
+        raise UrlError(f"memory:// has no name, got {text!r}")
     if parts.netloc:
         raise UrlError(f"{text!r} names a host; write three slashes, as in {parts.scheme}:///{parts.netloc}…")
     if parts.fragment:

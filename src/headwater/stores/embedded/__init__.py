@@ -26,6 +26,7 @@ from headwater.errors import (
     CapacityError,
     DeadlineError,
     FormatVersionError,
+    InvalidArgumentError,
     SettingsMismatchError,
     StoreDamagedError,
     StoreError,
@@ -44,11 +45,13 @@ from headwater.stores.embedded.layout import (
     Word,
     choose_geometry,
     decode_header,
+    index_size,
+    segment_size,
 )
 from headwater.stores.embedded.members import LocalMembers, Members, SharedMembers, new_group
 from headwater.stores.embedded.store import DEFAULT_DEADLINE_S, EmbeddedStore
 from headwater.stores.embedded.units import ABSENT_UNIT
-from headwater.stores.policy import create_policy
+from headwater.stores.policy import POLICIES, create_policy
 from headwater.stores.url import StoreUrl, format_size
 
 SHM_ROOT = "/dev/shm"
@@ -71,6 +74,8 @@ def open_embedded(url: StoreUrl, group: int | None = None, *, create: bool = Tru
 
     With `create` False nothing is made and nothing replaced: a store that is missing or unreadable is an error.
     """
+    if group is not None and not 0 < group < 1 << 63:
+        raise InvalidArgumentError(f"group is {group}; expected a number from 1 to 2**63 - 1")
     deadline_s = url.seconds("deadline", DEFAULT_DEADLINE_S)
     create_policy(url.options.get("policy", "lru"))
     if url.scheme == "memory":
@@ -153,6 +158,9 @@ def _open_shared(url: StoreUrl, group: int | None, deadline_s: float) -> Embedde
     os.makedirs(directory, mode=0o700, exist_ok=True)
     _check_owner(url, directory)
     path = os.path.join(directory, "members")
+    index = os.path.join(directory, "index")
+    if os.path.exists(index) and not os.path.exists(path) and _read_geometry(url, index) is None:
+        raise StoreError(f"{url}: {index} was not made by Headwater; use an empty directory")
     for key, shared in _cores.items():
         with contextlib.suppress(FileNotFoundError):
             at = os.stat(path)
@@ -244,6 +252,10 @@ def _read_geometry(url: StoreUrl, path: str) -> Geometry | None:
         return None
     for raw in (first, last):
         geometry = decode_header(raw)
+        if isinstance(geometry, Geometry) and geometry.policy not in POLICIES:
+            raise FormatVersionError(
+                f"{url} evicts by {geometry.policy!r}, which this Headwater does not know; upgrade"
+            )
         if isinstance(geometry, int):
             raise FormatVersionError(
                 f"{url} was written by a newer Headwater (index version {geometry}, this one knows {INDEX_VERSION}); "
@@ -287,18 +299,18 @@ def _new_geometry(url: StoreUrl) -> Geometry:
 
 def _check_settings(url: StoreUrl, geometry: Geometry) -> None:
     """What the URL says must be what the store is. What it does not say is as it is."""
-    wanted = {"capacity": geometry.capacity, "index": geometry.index_bytes, "segment": geometry.segment_bytes}
-    expected = choose_geometry(
-        url.size("capacity") or geometry.capacity,
-        url.size("index") or (None if url.size("capacity") else geometry.index_bytes),
-        url.size("segment") or geometry.segment_bytes,
-        geometry.policy,
-        geometry.generation,
-        geometry.created_ns,
-    )
-    asked = {"capacity": expected.capacity, "index": expected.index_bytes, "segment": expected.segment_bytes}
-    for name, actual in wanted.items():
-        if url.size(name) is not None and asked[name] != actual:
+    capacity, index, segment = (url.size(name) for name in ("capacity", "index", "segment"))
+    data, unit = geometry.data_space, geometry.unit_bytes
+    for name, asked, actual in (
+        ("capacity", capacity, geometry.capacity),
+        ("index", index and index_size(geometry.capacity, index), geometry.index_bytes),
+        (
+            "segment",
+            segment and segment_size(data, unit, segment),
+            geometry.segment_bytes,
+        ),
+    ):
+        if asked is not None and asked != actual:
             raise SettingsMismatchError(
                 f"{url}: the store exists with {name}={format_size(actual)}; leave the option out, "
                 "or remove the store first (headwater pool clear --remove)"

@@ -10,7 +10,8 @@ import errno
 import logging
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from headwater.errors import DeadlineError, HeadwaterError, StoreClosedError, StoreDamagedError
@@ -74,12 +75,25 @@ class Core:
         self.janitor = Janitor(geometry, index, members, data, policy)
         self.claims = Claims()
         self.closed = False
+        self._users = 0
+        self._users_lock = ForkSafeLock()
         self._grow_after = 0.0
+
+    @contextmanager
+    def use(self) -> Iterator[Core]:
+        """Stand inside the store: it is not closed under whoever does. Raises StoreClosedError afterwards."""
+        with self._users_lock:
+            if self.closed:
+                raise StoreClosedError(f"{self.name} was closed")
+            self._users += 1
+        try:
+            yield self
+        finally:
+            with self._users_lock:
+                self._users -= 1
 
     def transact(self, work: Callable[[], T], deadline: float) -> T:
         """Run `work` under the write lock. Raises DeadlineError where the lock is not to be had in time."""
-        if self.closed:
-            raise StoreClosedError(f"{self.name} was closed")
         if not self.members.lock(deadline):
             raise DeadlineError(f"{self.name}: another process holds the write lock and does not let go")
         words = self.index.words
@@ -138,6 +152,7 @@ class Core:
         """In a forked child: a member of its own, with locks of its own."""
         self.data.after_fork()
         self.claims = Claims()
+        self._users = 0
         try:
             self.members.after_fork()
         except (OSError, HeadwaterError) as error:
@@ -145,9 +160,13 @@ class Core:
             log.warning("%s: closed in the forked child: %s", self.name, error)
 
     def close(self) -> None:
-        """Let go of files and mappings."""
-        if not self.closed:
-            self.closed = True
-            self.index.close()
-            self.data.close()
-            self.members.close()
+        """Let go of files and mappings, after those who stand inside have left."""
+        with self._users_lock:
+            already, self.closed = self.closed, True
+        if already:
+            return
+        while self._users:  # every operation has a deadline
+            time.sleep(0.0005)
+        self.index.close()
+        self.data.close()
+        self.members.close()

@@ -82,6 +82,7 @@ class Index:
         self._ages = view[g.ages_offset : g.ages_offset + 8 * (g.num_cells // AGE_CELLS + 1)].cast("Q")
         self._heap = g.heap_offset
         self._words_of_heap = np.frombuffer(mapping, "<u8", g.num_cells * (CELL // 8), g.heap_offset).reshape(-1, 8)
+        self._state_words = view[g.heap_offset : g.heap_offset + g.num_cells * CELL].cast("Q")
         self.cells = UnitMap(mapping, g.cell_map_offset, g.num_cells)
         self.units = UnitMap(mapping, g.unit_map_offset, g.num_units)
         self._view = view
@@ -89,7 +90,7 @@ class Index:
     def close(self) -> None:
         """Let go of the mapping."""
         del self._words_of_heap
-        for view in (self.words, self._directory, self._ages, self._view):
+        for view in (self.words, self._directory, self._ages, self._state_words, self._view):
             view.release()
 
     # ---- reading, without a lock --------------------------------------------------------------------------------
@@ -133,6 +134,10 @@ class Index:
         if state == FREE or word != state_word(fixed, state):
             return None
         return Entry(cell, state, Record._make(unpack_record(fixed)), _TAILS.unpack_from(raw, TAILS))
+
+    def word(self, cell: int) -> int:
+        """The state word at `cell` now."""
+        return self._state_words[cell * (CELL // 8)]
 
     def run(self, keys: list[bytes], parent_id: int) -> list[Entry]:
         """Entries of the longest run of `keys` that are complete and each the child of the one before."""
@@ -187,8 +192,11 @@ class Index:
         return np.concatenate([rows[cells + 1], rows[cells + 2]], axis=1)
 
     def _holds_key(self, cell: int, key: bytes) -> bool:
-        start = self._heap + cell * CELL + FIXED_OFFSET
-        return self._map[start : start + 32] == key
+        """Whether a record that did not verify claims to be this key's, and complete. (A pending one may just be
+        turning complete.)"""
+        start = self._heap + cell * CELL
+        raw = self._map[start : start + FIXED_OFFSET + 32]
+        return raw[FIXED_OFFSET:] == key and raw[0] & 7 == COMPLETE
 
     # ---- writing, under the write lock --------------------------------------------------------------------------
     def insert(self, record: Record, payload: bytes, state: int, now_ns: int) -> int:

@@ -17,11 +17,15 @@ from headwater.stores.embedded.index import Entry, Index
 from headwater.stores.embedded.layout import (
     CHUNK,
     COMPLETE,
+    CREATED_WORD,
     EVICTING,
+    ID_WORD,
+    KIND_WORD,
     LIMBO,
     PENDING,
     ROOT,
     SPACE,
+    TOKENS_WORD,
     Geometry,
     Word,
 )
@@ -202,7 +206,7 @@ class Janitor:
         heads = self._index.heads()
         leaves = heads.cell[(heads.state == COMPLETE) & (heads.children == 0) & (heads.pinned == 0)]
         fixed = self._index.fixed_words(leaves)
-        is_chunk = (fixed[:, 14] >> np.uint64(16)) & np.uint64(0xFF) == CHUNK
+        is_chunk = (fixed[:, KIND_WORD] >> np.uint64(16)) & np.uint64(0xFF) == CHUNK
         for cell in leaves[~is_chunk].tolist():
             node = self._index.entry(cell)  # a root or space whose only writer found no room
             if node is not None and node.record.kind in (SPACE, ROOT):
@@ -210,12 +214,13 @@ class Janitor:
         leaves, fixed = leaves[is_chunk], fixed[is_chunk]
         if not leaves.size:
             return
-        tokens, chunk_tokens = fixed[:, 11] >> np.uint64(32), fixed[:, 14] >> np.uint64(32)
-        columns = Leaves(self._index.ages_of(leaves), fixed[:, 6].astype(np.int64), tokens < chunk_tokens)
+        tokens, chunk_tokens = fixed[:, TOKENS_WORD] >> np.uint64(32), fixed[:, KIND_WORD] >> np.uint64(32)
+        created = fixed[:, CREATED_WORD].astype(np.int64)
+        columns = Leaves(self._index.ages_of(leaves), created, tokens < chunk_tokens)
         ranks = self._policy.rank(columns)
         take = min(leaves.size, max(256, leaves.size // 16))
         lowest = np.argpartition(ranks, take - 1)[:take]
-        ids = fixed[:, 4]
+        ids = fixed[:, ID_WORD]
         found = [(int(ranks[i]), int(leaves[i]), int(ids[i])) for i in lowest]
         self._candidates = [candidate for candidate in found if candidate[2] not in published]
         heapq.heapify(self._candidates)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from headwater.errors import CapacityError
@@ -70,22 +71,27 @@ class Geometry:
     policy: str
     created_ns: int
 
-    @property
+    @cached_property
+    def data_space(self) -> int:
+        """What capacity leaves for data."""
+        return self.capacity - self.index_bytes - MEMBERS_BYTES
+
+    @cached_property
     def num_units(self) -> int:
         """Allocation units in the data area; whole segments except perhaps the last."""
-        return (self.capacity - self.index_bytes - MEMBERS_BYTES) // self.unit_bytes
+        return self.data_space // self.unit_bytes
 
-    @property
+    @cached_property
     def data_bytes(self) -> int:
         """Bytes that extents may occupy."""
         return self.num_units * self.unit_bytes
 
-    @property
+    @cached_property
     def units_per_segment(self) -> int:
         """Units in every segment but perhaps the last."""
         return self.segment_bytes // self.unit_bytes
 
-    @property
+    @cached_property
     def num_segments(self) -> int:
         """Segments, the last one possibly shorter."""
         return -(-self.num_units // self.units_per_segment)
@@ -94,40 +100,35 @@ class Geometry:
         """Bytes of one segment."""
         return min(self.segment_bytes, self.data_bytes - segment * self.segment_bytes)
 
-    @property
-    def max_extent_bytes(self) -> int:
-        """The largest extent that can ever be stored: one segment, and a quarter of the data area when pending."""
-        return min(self.segment_bytes, self.data_bytes)
-
     # Offsets of the parts, in file order.
-    @property
+    @cached_property
     def num_cells(self) -> int:
         """Cells in the record heap. One cell costs 64 bytes, a map byte, and its share of directory and ages."""
         room = self.index_bytes - 2 * PAGE - 4 * PAGE - _round_up(self.num_units, PAGE)
         return max(room // (CELL + 1 + 8 // AGE_CELLS + 4) - 8, 0)
 
-    @property
+    @cached_property
     def directory_slots(self) -> int:
         """A power of two, at least twice the records that fit (a record takes four cells or more)."""
         return 2 << max(self.num_cells // 4, 64).bit_length()
 
-    @property
+    @cached_property
     def directory_offset(self) -> int:
         return PAGE
 
-    @property
+    @cached_property
     def cell_map_offset(self) -> int:
         return self.directory_offset + _round_up(4 * self.directory_slots, PAGE)
 
-    @property
+    @cached_property
     def ages_offset(self) -> int:
         return self.cell_map_offset + _round_up(self.num_cells, PAGE)
 
-    @property
+    @cached_property
     def unit_map_offset(self) -> int:
         return self.ages_offset + _round_up(8 * (self.num_cells // AGE_CELLS + 1), PAGE)
 
-    @property
+    @cached_property
     def heap_offset(self) -> int:
         return self.unit_map_offset + _round_up(self.num_units, PAGE)
 
@@ -164,6 +165,10 @@ def decode_header(raw: bytes) -> Geometry | int | None:
     _, version, _, capacity, index, segment, unit, created, cells, generation, policy, _ = _HEADER.unpack(body)
     if version > INDEX_VERSION:
         return int(version)
+    # A checksum proves that the bytes are as they were written, not that they make sense.
+    possible = version == INDEX_VERSION and 0 < unit <= segment and segment % unit == 0 and policy.isascii()
+    if not possible or not 0 < index < capacity < 1 << 62 or capacity - index - MEMBERS_BYTES < unit:
+        return None
     geometry = Geometry(capacity, index, segment, unit, generation, policy.rstrip(b"\0").decode("ascii"), created)
     return geometry if geometry.num_cells == cells else None
 
@@ -184,6 +189,8 @@ SPACE, ROOT, CHUNK = 1, 2, 3
 """Kinds of record, each the parent of the next: a space holds roots, a root holds chunks, chunks hold chunks."""
 
 _FIXED = struct.Struct("<32sQQQQQQQIIIIIIHBBIII")
+# The same as sixteen 64-bit words, for scans over many records at once.
+ID_WORD, CREATED_WORD, TOKENS_WORD, KIND_WORD = 4, 9, 11, 14
 # Offsets inside the mutable cell. The word at 0 is (checksum of the fixed part, low bits replaced by the state).
 CHILDREN, PINNED, TAILS, REMAINING, MAGIC_AT = 8, 12, 16, 32, 56
 NUM_TAILS = 8
@@ -257,18 +264,28 @@ MIN_INDEX = 128 << 10
 MIN_CAPACITY = MEMBERS_BYTES + MIN_INDEX + (256 << 10)
 
 
+def index_size(capacity: int, wanted: int) -> int:
+    """What an index of about `wanted` bytes gets."""
+    return _round_up(min(max(wanted, MIN_INDEX), capacity // 2), PAGE)
+
+
+def segment_size(data: int, unit: int, wanted: int) -> int:
+    """What segments of about `wanted` bytes are."""
+    return _round_up(min(wanted, data), max(unit, PAGE))
+
+
 def choose_geometry(
     capacity: int, index: int | None, segment: int | None, policy: str, generation: bytes, created_ns: int
 ) -> Geometry:
     """Sizes for a new store: by default one part in 128 of the capacity is index, and segments are 256 MiB."""
     if capacity < MIN_CAPACITY:
         raise CapacityError(f"capacity is {capacity} bytes; the smallest store has {MIN_CAPACITY}")
-    index_bytes = _round_up(min(max(index or capacity // 128, MIN_INDEX), capacity // 2), PAGE)
+    index_bytes = index_size(capacity, index or capacity // 128)
     data = capacity - index_bytes - MEMBERS_BYTES
     unit = 256
     while unit < 65536 and data // unit > 131072:
         unit *= 2
-    segment_bytes = _round_up(min(segment or DEFAULT_SEGMENT, data), max(unit, PAGE))
+    segment_bytes = segment_size(data, unit, segment or DEFAULT_SEGMENT)
     geometry = Geometry(capacity, index_bytes, segment_bytes, unit, generation, policy, created_ns)
     if geometry.num_cells < 256:
         raise CapacityError(f"index={index_bytes} bytes leaves no room for records; give at least {MIN_INDEX}")

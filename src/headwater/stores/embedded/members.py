@@ -181,8 +181,8 @@ class SharedMembers:
     def retract(self, extent_id: int) -> None:
         with self._mutex:
             place, uses = self._places.get(extent_id, (-1, 0))
-            if place < 0:
-                return
+            if place < 0 or self._slot < 0:
+                return  # never published, or the store was closed and everything with it
             if uses > 1:
                 self._places[extent_id] = (place, uses - 1)
                 return
@@ -268,9 +268,11 @@ class SharedMembers:
         self.join()
 
     def close(self) -> None:
-        if self._slot >= 0:
-            self._words[self._base(self._slot) + _HIGH] = 0
-            self._words[self._base(self._slot) + _GROUP] = 0
+        with self._mutex:
+            slot, self._slot = self._slot, -1
+        if slot >= 0:
+            self._words[self._base(slot) + _HIGH] = 0
+            self._words[self._base(slot) + _GROUP] = 0
         self._words.release()
         self._map.close()
         os.close(self._fd)

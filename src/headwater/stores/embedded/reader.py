@@ -21,7 +21,7 @@ from headwater.kv.topology import Shard, Split
 from headwater.stores.base import Piece, RootRef, Run, Status, Tiles
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.index import Entry
-from headwater.stores.embedded.layout import CHUNK, COMPLETE, Word
+from headwater.stores.embedded.layout import CHUNK, COMPLETE, Word, state_word
 from headwater.stores.embedded.members import Members
 
 
@@ -30,6 +30,21 @@ class Loaded(NamedTuple):
 
     entry: Entry
     sums: memoryview
+    spec: KVSpec
+    word: int
+    extent: Tiles | None
+    """The stored bytes, where they are mapped and in one part; this reference keeps the mapping from going away."""
+    address: int
+
+
+TileCopy = tuple[int, int, Tiles, int, int]
+"""One tile to copy: target and source address, the target again as an array, expected checksum, number of its piece."""
+
+_PLAN_TILES = 1024
+_CLOCK_BYTES = 4 << 20
+"""How much is copied between two looks at the clock: about a millisecond's worth."""
+_KNOWN_CHUNKS = 4096
+"""Records whose checksums are kept at hand, a few kilobytes each."""
 
 
 class ChunkLease:
@@ -51,6 +66,7 @@ class Reader:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._index = core.index
+        self._known: dict[bytes, Loaded] = {}
 
     # ---- finding ------------------------------------------------------------------------------------------------
     def root_entry(self, root: RootRef) -> Entry | None:
@@ -95,38 +111,64 @@ class Reader:
 
     # ---- reading ------------------------------------------------------------------------------------------------
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline: float) -> list[Status]:
-        """See `stores.base.Store.read`."""
-        spec = root.space.spec
-        loaded: dict[bytes, Loaded | None] = {}
-        statuses = []
-        for chunk, shard, tiles in pieces:
-            if time.monotonic() >= deadline:
-                statuses.append(Status.TIMEOUT)
-                continue
-            if chunk.key not in loaded:
-                loaded[chunk.key] = found = self.load(spec, chunk)
-                if found is not None:
-                    self._index.touch(found.entry.cell, time.time_ns())
-            found = loaded[chunk.key]
+        """See `stores.base.Store.read`.
+
+        Plans first, then copies: between two copies of 128 KiB the interpreter's own memory has left the cache, and
+        every line of Python there costs several times what it costs here.
+        """
+        spec, width = root.space.spec, root.space.spec.num_kv_heads
+        statuses = [Status.OK] * len(pieces)
+        loaded: list[Loaded | None] = [None] * len(pieces)  # also keeps the mappings alive while they are copied from
+        plan: list[TileCopy] = []
+        for i, (chunk, shard, tiles) in enumerate(pieces):
+            found = self.load(spec, chunk)
             if found is None:
-                statuses.append(Status.MISS)
+                statuses[i] = Status.MISS
                 continue
-            status = self._read_piece(spec, found, shard, tiles, deadline)
-            if status == Status.DAMAGED:
-                status = self.blame(found.entry, deadline)
-                loaded[chunk.key] = None
-            statuses.append(status)
+            loaded[i] = found
+            if found.extent is None or shard.split.parts > 1:
+                statuses[i] = self._read_slowly(spec, found, shard, tiles, deadline)
+                continue
+            sums, source, size = found.sums, found.address, tiles.shape[2]
+            target, (layer_stride, head_stride, _) = tiles.ctypes.data, tiles.strides
+            for j, layer in enumerate(shard.layers):
+                number, place = layer * width + shard.heads.start, target + j * layer_stride
+                for tile in tiles[j]:
+                    plan.append((place, source + number * size, tile, sums[number], i))
+                    number, place = number + 1, place + head_stride
+            if len(plan) >= _PLAN_TILES:
+                _carry_out(plan, statuses, deadline)
+                plan.clear()
+        _carry_out(plan, statuses, deadline)
+        now = time.time_ns()
+        for i, seen in enumerate(loaded):
+            if seen is not None:
+                self._index.touch(seen.entry.cell, now)
+                if statuses[i] == Status.DAMAGED:
+                    statuses[i] = self.blame(seen.entry, deadline)
         return statuses
 
     def load(self, spec: KVSpec, chunk: ChunkRef) -> Loaded | None:
         """The record of a complete chunk with its checksums; None where there is none that fits what is asked."""
+        known = self._known.get(chunk.key)
+        # A state word is bound to the record's content, and that to a random id: the same word is the same record.
+        if known is not None and known.spec is spec and self._index.word(known.entry.cell) == known.word:
+            return known
+        found = self._load(spec, chunk)
+        if found is not None:
+            if len(self._known) >= _KNOWN_CHUNKS:
+                self._known.clear()
+            self._known[chunk.key] = found
+        return found
+
+    def _load(self, spec: KVSpec, chunk: ChunkRef) -> Loaded | None:
         entry = self._index.find(chunk.key)
         if entry is None or entry.state != COMPLETE:
             return None
         record = entry.record
-        shape = (record.kind, record.num_tokens, record.length, record.num_sums, record.first_token)
-        tiles = spec.num_tiles * record.parts
-        if shape != (CHUNK, chunk.num_tokens, spec.extent_bytes(chunk.num_tokens), tiles, chunk.first_token):
+        shape = (record.kind, record.num_tokens, record.length, record.num_sums, record.first_token, record.row_bytes)
+        tiles, length = spec.num_tiles * record.parts, spec.extent_bytes(chunk.num_tokens)
+        if shape != (CHUNK, chunk.num_tokens, length, tiles, chunk.first_token, spec.row_bytes):
             return None
         payload = self._index.payload(entry)
         if payload is None:
@@ -135,35 +177,23 @@ class Reader:
             if again is not None and again.record.id == record.id and again.state == COMPLETE:
                 self._index.words[Word.SUSPECT] = 1
             return None
-        return Loaded(entry, memoryview(payload)[: 8 * tiles].cast("Q"))
+        extent = None
+        if self._core.data.mapped and record.parts == 1:
+            try:
+                extent = self._core.data.view(record.offset, record.length)
+            except (OSError, IndexError):
+                pass  # the segment is gone: the slow way says what that means
+        word, address = state_word(record.pack(), COMPLETE), 0 if extent is None else extent.ctypes.data
+        return Loaded(entry, memoryview(payload)[: 8 * tiles].cast("Q"), spec, word, extent, address)
 
-    def _read_piece(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
+    def _read_slowly(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
+        if time.monotonic() >= deadline:
+            return Status.TIMEOUT
+        whole = found.entry.record.parts == 1 and shard.split.parts == 1
         try:
-            if found.entry.record.parts == 1 and shard.split.parts == 1:
-                move = self._copy_mapped if self._core.data.mapped else self._copy_file
-                return move(spec, found, shard, tiles, deadline)
-            return self._copy_parts(spec, found, shard, tiles, deadline)
+            return (self._copy_file if whole else self._copy_parts)(spec, found, shard, tiles, deadline)
         except (OSError, IndexError):
             return Status.DAMAGED  # a segment is gone or short
-
-    def _copy_mapped(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
-        """Copy a tile and verify it while it is still in the cache. This loop is the read path's whole cost."""
-        record, sums, heads = found.entry.record, found.sums, shard.heads
-        size = tiles.shape[2]
-        source = self._core.data.view(record.offset, record.length).ctypes.data
-        layer_stride, head_stride, _ = tiles.strides
-        target, width, first = tiles.ctypes.data, spec.num_kv_heads, heads.start
-        memmove, monotonic = ctypes.memmove, time.monotonic
-        for i, layer in enumerate(shard.layers):
-            number = layer * width + first
-            row = tiles[i]
-            for j in range(len(heads)):
-                memmove(target + i * layer_stride + j * head_stride, source + (number + j) * size, size)
-                if checksum(row[j]) != sums[number + j]:
-                    return Status.DAMAGED
-            if monotonic() >= deadline:
-                return Status.TIMEOUT
-        return Status.OK
 
     def _copy_file(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
         """One `preadv` per layer (a shard's heads lie together), verified after it."""
@@ -217,6 +247,10 @@ class Reader:
             return Status.DAMAGED
 
     # ---- borrowing ----------------------------------------------------------------------------------------------
+    def forget(self) -> None:
+        """Let go of every mapping."""
+        self._known.clear()
+
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[ChunkLease, Tiles] | Status:
         """See `stores.base.Store.borrow`."""
         if not self._core.data.mapped or shard.split.parts != 1:
@@ -246,6 +280,22 @@ class Reader:
                 if sums != found.sums[number : number + parts].tolist():
                     return Status.DAMAGED
         return Status.OK
+
+
+def _carry_out(plan: list[TileCopy], statuses: list[Status], deadline: float) -> None:
+    """Copy each tile and verify it while it is still in the cache. This loop is the read path's whole cost."""
+    size = plan[0][2].size if plan else 1
+    step = max(1, _CLOCK_BYTES // size)
+    memmove, verify = ctypes.memmove, checksum
+    for start in range(0, len(plan), step):
+        late = time.monotonic() >= deadline
+        for target, source, tile, expected, piece in plan[start : start + step]:
+            if late:
+                statuses[piece] = Status.TIMEOUT
+                continue
+            memmove(target, source, tile.size)
+            if verify(tile) != expected:
+                statuses[piece] = Status.DAMAGED
 
 
 def extent_tiles(core: Core, spec: KVSpec, entry: Entry) -> Tiles:

@@ -1,22 +1,17 @@
 """The embedded store: `memory://`, `shm://` and `file://` are this class over different files.
 
-It adds to reader and writer what administrators do: pins, removal, listings, statistics, a full check.
+A thin front: reader, writer and admin do the work, and this keeps the store open while they do.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
-
-from headwater.errors import SpecError, StoreClosedError
-from headwater.kv.format import part_checksums
+from headwater.errors import StoreClosedError
 from headwater.kv.hashing import ChunkRef
-from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import (
     ChunkInfo,
@@ -30,17 +25,13 @@ from headwater.stores.base import (
     Tiles,
     VerifyReport,
 )
-from headwater.stores.embedded.audit import audit
+from headwater.stores.embedded.admin import Admin
 from headwater.stores.embedded.core import Core
-from headwater.stores.embedded.index import Entry
-from headwater.stores.embedded.janitor import PENDING_SHARE, orphans
-from headwater.stores.embedded.layout import CELL, CHUNK, COMPLETE, LIMBO, ROOT, SPACE, Word
+from headwater.stores.embedded.janitor import PENDING_SHARE
 from headwater.stores.embedded.reader import ChunkLease, Reader
 from headwater.stores.embedded.writer import Ticket, Writer
 
 DEFAULT_DEADLINE_S = 1.0
-_ADMIN_DEADLINE_S = 10.0
-_SWEEP_BATCH = 1000
 
 
 class EmbeddedStore:
@@ -53,252 +44,96 @@ class EmbeddedStore:
         self._release: Callable[[], None] | None = release
         self._reader = Reader(core)
         self._writer = Writer(core)
+        self._admin = Admin(core, self._reader)
         self.mapped = core.data.mapped
         g = core.geometry
         self.max_extent_bytes = min(g.segment_bytes, g.data_bytes // PENDING_SHARE)
 
-    def _open(self) -> Core:
-        if self._release is None or self._core.closed:
+    def _open(self) -> AbstractContextManager[Core]:
+        if self._release is None:
             raise StoreClosedError(f"{self._url} was closed")
-        return self._core
+        return self._core.use()
 
     def _deadline(self, deadline_s: float | None) -> float:
-        self._open()
         return time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
 
     # ---- the data path ------------------------------------------------------------------------------------------
     def check_space(self, space: SpaceRef) -> None:
-        entry = self._open().index.find(space.key)
-        if entry is not None:
-            self._writer.check_space(space, entry)
+        with self._open() as core:
+            entry = core.index.find(space.key)
+            if entry is not None:
+                self._writer.check_space(space, entry)
 
     def run(self, root: RootRef, keys: list[bytes]) -> Run:
-        self._open()
-        return self._reader.run(root, keys)
+        with self._open():
+            return self._reader.run(root, keys)
 
     def exists(self, root: RootRef, chunks: Sequence[ChunkRef]) -> list[bool]:
-        self._open()
-        return [self._reader.visible(root, chunk) for chunk in chunks]
+        with self._open():
+            return [self._reader.visible(root, chunk) for chunk in chunks]
 
     def touch(self, key: bytes) -> None:
-        entry = self._open().index.find(key)
-        if entry is not None:
-            self._core.index.touch(entry.cell, time.time_ns())
+        with self._open() as core:
+            entry = core.index.find(key)
+            if entry is not None:
+                core.index.touch(entry.cell, time.time_ns())
 
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
-        return self._reader.read(root, pieces, self._deadline(deadline_s))
+        with self._open():
+            return self._reader.read(root, pieces, self._deadline(deadline_s))
 
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
-        return self._writer.write(root, pieces, self._deadline(deadline_s))
+        with self._open():
+            return self._writer.write(root, pieces, self._deadline(deadline_s))
 
     def reserve(
         self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline_s: float | None = None
     ) -> list[Ticket]:
-        return self._writer.reserve(root, chunks, split, self._deadline(deadline_s))
+        with self._open():
+            return self._writer.reserve(root, chunks, split, self._deadline(deadline_s))
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[ChunkLease, Tiles] | Status:
-        self._open()
-        return self._reader.borrow(root, chunk, shard)
+        with self._open():
+            return self._reader.borrow(root, chunk, shard)
 
     def lease(self, root: RootRef, key: bytes) -> ChunkLease | None:
-        self._open()
-        return self._reader.lease(root, key)
+        with self._open():
+            return self._reader.lease(root, key)
 
     # ---- administration -----------------------------------------------------------------------------------------
     def pin(self, root: RootRef, key: bytes, pinned: bool) -> Status:
-        core = self._open()
-
-        def work() -> Status:
-            entry = core.index.find(key)
-            if entry is None or entry.state != COMPLETE or entry.record.kind != CHUNK:
-                return Status.MISS
-            core.index.set_pinned(entry.cell, pinned)
-            return Status.OK
-
-        return core.transact(work, self._deadline(None))
+        with self._open():
+            return self._admin.pin(key, pinned, self._deadline(None))
 
     def remove(self, root: RootRef, keys: Sequence[bytes]) -> list[Status]:
-        core = self._open()
-
-        def work() -> list[Status]:
-            published, statuses = core.members.published(), []
-            for key in keys:
-                entry = core.index.find(key)
-                found = entry is not None and entry.record.kind == CHUNK
-                if entry is not None and found:
-                    core.janitor.remove(entry, published)
-                statuses.append(Status.OK if found else Status.MISS)
-            core.janitor.sweep(published)
-            return statuses
-
-        return core.transact(work, self._deadline(None))
+        with self._open():
+            return self._admin.remove(keys, self._deadline(None))
 
     def clear(
         self, match: Callable[[dict[str, Any], dict[str, Any]], bool] | None, progress: Progress | None = None
     ) -> int:
-        """Roots vanish in one transaction, and every chunk with them; the room comes back batch by batch after it."""
-        core = self._open()
-
-        def cut() -> list[Entry]:
-            entries = core.janitor.entries()
-            spaces = {(e.cell, e.record.id): _payload(core, e) for e in entries if e.record.kind == SPACE}
-            for entry in entries:
-                if entry.record.kind == ROOT and entry.state == COMPLETE:
-                    space = spaces.get((entry.record.parent_cell, entry.record.parent_id), {})
-                    if match is None or match(space, _payload(core, entry)):
-                        core.janitor.remove(entry, set())
-            core.index.words[Word.SWEEP] = 0  # what is orphaned now goes below, in small steps
-            return orphans(core.janitor.entries())
-
-        def drop(batch: list[Entry]) -> int:
-            published, gone = core.members.published(), 0
-            for old in batch:
-                entry = core.index.entry(old.cell, old.record.key)
-                if entry is not None and entry.record.id == old.record.id and entry.state != LIMBO:
-                    core.janitor.remove(entry, published)
-                    gone += entry.state == COMPLETE and entry.record.kind == CHUNK
-            core.janitor.sweep(published)
-            return gone
-
-        lost = core.transact(cut, time.monotonic() + _ADMIN_DEADLINE_S)
-        cleared = 0
-        for start in range(0, max(len(lost), 1), _SWEEP_BATCH):
-            batch = lost[start : start + _SWEEP_BATCH]
-            cleared += core.transact(partial(drop, batch), time.monotonic() + _ADMIN_DEADLINE_S)
-            if progress is not None:
-                progress(start + len(batch), len(lost))
-        return cleared
+        with self._open():
+            return self._admin.clear(match, progress)
 
     def scan(self) -> Iterator[ChunkInfo]:
-        core = self._open()
-        published = core.members.published()
-        homes: dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any]]] = {}
-        for entry in core.janitor.entries():
-            record, place = entry.record, (entry.cell, entry.record.id)
-            above = homes.get((record.parent_cell, record.parent_id))
-            if entry.state != COMPLETE:
-                continue
-            if record.kind == SPACE:
-                homes[place] = (_payload(core, entry), {})
-            elif above is not None and record.kind == ROOT:
-                homes[place] = (above[0], _payload(core, entry))
-            elif above is not None:
-                homes[place] = above
-                yield ChunkInfo(
-                    key=record.key,
-                    space=above[0],
-                    root=above[1],
-                    number=record.number,
-                    num_tokens=record.num_tokens,
-                    num_bytes=record.length,
-                    is_tail=record.is_tail,
-                    pinned=bool(core.index.counts(entry.cell)[1]),
-                    leased=record.id in published,
-                    last_used_ns=core.index.age(entry.cell),
-                )
+        with self._open():
+            return iter(self._admin.scan())
 
     def stats(self) -> StoreStats:
-        core = self._open()
-        words, g = core.index.words, core.geometry
-        return StoreStats(
-            url=self._url,
-            capacity_bytes=g.capacity,
-            data_bytes=g.data_bytes,
-            used_bytes=words[Word.USED_UNITS] * g.unit_bytes,
-            pending_bytes=words[Word.PENDING],
-            index_bytes=g.index_bytes,
-            index_used_bytes=words[Word.USED_CELLS] * CELL,
-            chunks=words[Word.CHUNKS],
-            members=core.members.count(),
-            stored=words[Word.STORED],
-            stored_bytes=words[Word.STORED_BYTES],
-            evicted=words[Word.EVICTED],
-            damaged=words[Word.DAMAGED],
-            aborted=words[Word.ABORTED],
-            rebuilds=words[Word.REBUILDS],
-        )
+        with self._open():
+            return self._admin.stats(self._url)
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Read every tile, then check the whole index under the lock. What is damaged is removed or rebuilt."""
-        core = self._open()
-        entries = core.janitor.entries()
-        homes: dict[tuple[int, int], KVSpec] = {}
-        chunks = tiles = num_bytes = damaged = lost = done = 0
-        problems: list[str] = []
-        total = sum(entry.record.length for entry in entries)
-        for entry in entries:
-            record = entry.record
-            done += record.length
-            if entry.state != COMPLETE:
-                continue
-            spec = _described_spec(core, entry) if record.kind == SPACE else None
-            spec = spec or homes.get((record.parent_cell, record.parent_id))
-            outcome = Status.MISS if spec is None or record.kind != CHUNK else self._verify_chunk(core, spec, entry)
-            if outcome == Status.DAMAGED:
-                outcome = self._reader.blame(entry, time.monotonic() + _ADMIN_DEADLINE_S)
-            if outcome == Status.OK and spec is not None:
-                chunks, tiles, num_bytes = chunks + 1, tiles + spec.num_tiles, num_bytes + record.length
-            elif outcome == Status.DAMAGED:
-                damaged += 1
-                continue
-            elif outcome == Status.TIMEOUT:
-                problems.append(f"chunk {record.key.hex()[:12]} could not be read within {_ADMIN_DEADLINE_S:.0f} s")
-            if spec is not None:
-                homes[(entry.cell, record.id)] = spec
-            elif record.kind == CHUNK:
-                lost += 1  # it continued a damaged one, and went with it
-            if progress is not None:
-                progress(done, total)
-        found = self.audit()
-        if found:
-            core.index.words[Word.SUSPECT] = 1  # whoever writes next rebuilds what can be rebuilt
-        return VerifyReport(chunks, tiles, num_bytes, damaged, lost, (*problems, *found))
-
-    def _verify_chunk(self, core: Core, spec: KVSpec, entry: Entry) -> Status:
-        """OK, DAMAGED, TIMEOUT, or MISS where it went meanwhile."""
-        record = entry.record
-        ref = ChunkRef(record.key, b"", record.number, record.first_token, record.num_tokens, b"")
-        loaded = self._reader.load(spec, ref)
-        if loaded is None or loaded.entry.record.id != record.id:
-            return Status.MISS
-        size, parts = spec.tile_bytes(record.num_tokens), record.parts
-        split, scratch = Split(parts, record.interleave), np.empty(size, np.uint8)
-        for tile in range(spec.num_tiles):
-            deadline = time.monotonic() + _ADMIN_DEADLINE_S
-            try:
-                read = core.data.load(record.offset + tile * size, [scratch], deadline)
-            except (OSError, IndexError):
-                return Status.DAMAGED
-            if not read and time.monotonic() >= deadline:
-                return Status.TIMEOUT
-            sums = part_checksums(spec, split, record.first_token, record.num_tokens, scratch)
-            if not read or sums != loaded.sums[tile * parts : (tile + 1) * parts].tolist():
-                return Status.DAMAGED
-        return Status.OK
+        with self._open():
+            return self._admin.verify(progress)
 
     def audit(self) -> list[str]:
         """Check every invariant of the index (not the stored bytes); what is wrong, in words."""
-        core = self._open()
-        return core.transact(lambda: audit(core), time.monotonic() + _ADMIN_DEADLINE_S)
+        with self._open():
+            return self._admin.audit()
 
     def close(self) -> None:
         release, self._release = self._release, None
         if release is not None:
+            self._reader.forget()
             release()
-
-
-def _described_spec(core: Core, entry: Entry) -> KVSpec | None:
-    try:
-        return KVSpec.from_canonical(_payload(core, entry)["spec"])
-    except (KeyError, SpecError):
-        return None
-
-
-def _payload(core: Core, entry: Entry) -> dict[str, Any]:
-    """The description in a space's or root's record; empty where it does not verify."""
-    raw = core.index.payload(entry)
-    try:
-        data = json.loads(raw) if raw is not None else {}
-    except ValueError:
-        data = {}
-    return data if isinstance(data, dict) else {}

@@ -343,15 +343,17 @@ class Writer:
             row_bytes=spec.row_bytes,
             reserved=0,
         )
-        if not members.publish(record.id):
-            entry = None
-        else:
-            words[Word.PENDING] += length
+        # Making room may have swept an expired parent away, which a count of children does not prevent.
+        above = self._index.entry(parent.cell, chunk.parent)
+        entry = None
+        if above is not None and above.record.id == parent.record.id:
             entry = self._insert(record, payload, PENDING, parent, now)
         if entry is None:
-            words[Word.PENDING] -= min(length, words[Word.PENDING])
-            members.retract(record.id)
             janitor.free_units(Entry(0, 0, record, ()))
+            return Status.FULL if above is not None else Status.NO_PARENT
+        words[Word.PENDING] += length
+        if not members.publish(record.id):
+            janitor.remove(entry, set())
             return Status.FULL
         return entry
 
@@ -425,13 +427,12 @@ class Writer:
 
 def _fill_mapped(extent: Tiles, layers: range, heads: range, tiles: Tiles) -> list[int]:
     """Copy each tile and hash it while it is in the cache. This loop is the write path's whole cost."""
+    copy = np.copyto
+    places = [extent[layer, head] for layer in layers for head in heads]
     sums = []
-    for i, layer in enumerate(layers):
-        row, target = tiles[i], extent[layer]
-        for j, head in enumerate(heads):
-            tile = row[j]
-            np.copyto(target[head], tile)
-            sums.append(checksum(tile))
+    for tile, place in zip([tile for row in tiles for tile in row], places, strict=True):
+        copy(place, tile)
+        sums.append(checksum(tile))
     return sums
 
 
