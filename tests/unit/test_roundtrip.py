@@ -162,3 +162,29 @@ def test_bad_buffers_and_foreign_chunks_are_refused() -> None:
         with pytest.raises(InvalidArgumentError, match="another space"):
             other.write([chunk], shard, [empty_tiles(spec, chunk, shard)])
         assert pool.verify().clean
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_one_array_for_many_chunks(scheme: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    spec = gqa()
+    with temporary_url(scheme, tmp_path_factory.mktemp("pool"), "capacity=4MiB") as url, open_pool(url) as pool:
+        space = pool.space(identity(), spec, chunk_tokens=8)
+        chunks = space.keys(range(40)).chunks()
+        written = list(Topology(tp=8, dcp=2, interleave=3).shards(spec))
+        for shard in written:
+            space.write(chunks[:2], shard, [local_tiles(spec, c, shard) for c in chunks[:2]])
+        space.write(chunks, whole_shard(spec), [local_tiles(spec, c, whole_shard(spec)) for c in chunks])
+        for topology in (Topology(), Topology(tp=2, pp=3), Topology(tp=8, dcp=2)):
+            for shard in topology.shards(spec):
+                shape = shard.local_shape(spec, 0, 8)
+                out = np.zeros((len(chunks) + 1, shape[0], shape[1] + 1, shape[2]), np.uint8)[:-1, :, 1:]  # strided
+                assert space.read(chunks, shard, out) == [Status.OK] * 5
+                for chunk, tiles in zip(chunks, out, strict=True):
+                    assert np.array_equal(tiles, local_tiles(spec, chunk, shard))
+        missing = space.keys(range(100, 116)).chunks()
+        out = np.zeros((2, *whole_shard(spec).local_shape(spec, 0, 8)), np.uint8)
+        assert space.read([missing[0], chunks[0]], whole_shard(spec), out) == [Status.MISS, Status.OK]
+        for wrong in (out[:, :2], out.view(np.uint16), np.zeros_like(out)[..., ::-1]):
+            with pytest.raises(BufferMismatchError, match="one array for 2 chunks"):
+                space.read(chunks[:2], whole_shard(spec), wrong)
+        assert pool.stats().counts["read_miss"] == 1

@@ -38,7 +38,7 @@ def _rows(split: Split, part: int, phase: int, num_tokens: int) -> npt.NDArray[n
 
 def part_rows(split: Split, part: int, first_token: int, num_tokens: int) -> npt.NDArray[np.intp]:
     """Rows, in a chunk that starts at `first_token`, that `part` holds. Depends only on the phase of the cycle."""
-    return _rows(split, part, first_token % (split.parts * split.interleave), num_tokens)
+    return _rows(split, part, first_token % split.period, num_tokens)
 
 
 def gather_part(spec: KVSpec, tile: Bytes, rows: npt.NDArray[np.intp], num_tokens: int, out: Bytes) -> None:

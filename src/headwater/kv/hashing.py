@@ -175,8 +175,19 @@ class ChunkKeys:
         """The complete chunk `number`."""
         if not 0 <= number < len(self.full):
             raise InvalidArgumentError(f"there is no complete chunk {number}; there are {len(self.full)}")
-        first = number * self.chunk_tokens
-        return ChunkRef(self.full[number], self.parent_of(number), number, first, self.chunk_tokens, self.root)
+        size = self.chunk_tokens
+        return ChunkRef(self.full[number], self.parent_of(number), number, number * size, size, self.root)
+
+    def refs(self, count: int) -> list[ChunkRef]:
+        """The first `count` complete chunks."""
+        if not 0 <= count <= len(self.full):
+            raise InvalidArgumentError(f"there are {len(self.full)} complete chunks, not {count}")
+        size, root = self.chunk_tokens, self.root
+        parents = [root, *self.full[: count - 1]] if count else []
+        return [
+            ChunkRef(key, parent, number, number * size, size, root)
+            for number, (key, parent) in enumerate(zip(self.full[:count], parents, strict=True))
+        ]
 
     def tail_ref(self, number: int, num_tokens: int) -> ChunkRef:
         """The tail of `num_tokens` tokens after chunk `number - 1`."""
@@ -185,7 +196,7 @@ class ChunkKeys:
 
     def chunks(self, *, tail: bool = True) -> list[ChunkRef]:
         """Every complete chunk, and the tail if there is one and it is wanted."""
-        refs = [self.ref(number) for number in range(len(self.full))]
+        refs = self.refs(len(self.full))
         if tail and self.tail_tokens:
             refs.append(self.tail_ref(len(self.full), self.tail_tokens))
         return refs

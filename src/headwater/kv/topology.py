@@ -33,6 +33,11 @@ class Split:
         if self.parts == 1:
             object.__setattr__(self, "interleave", 1)  # one part is one part, however it is dealt
 
+    @property
+    def period(self) -> int:
+        """Tokens after which the division repeats."""
+        return self.parts * self.interleave
+
     def rows(self, part: int, first_token: int, num_tokens: int) -> npt.NDArray[np.intp]:
         """Row numbers, inside a chunk that starts at `first_token`, of the tokens in `part`, ascending."""
         positions = np.arange(first_token, first_token + num_tokens)
@@ -45,7 +50,7 @@ class Split:
         return self._below(part, first_token + num_tokens) - self._below(part, first_token)
 
     def _below(self, part: int, token: int) -> int:
-        cycles, rest = divmod(token, self.parts * self.interleave)
+        cycles, rest = divmod(token, self.period)
         return cycles * self.interleave + min(max(rest - part * self.interleave, 0), self.interleave)
 
 

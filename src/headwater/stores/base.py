@@ -179,6 +179,11 @@ class Store(Protocol):
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         """Copy into the callers' memory and verify there. Memory of an item that is not OK holds garbage."""
 
+    def read_shard(
+        self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard, tiles: Tiles, deadline_s: float | None = None
+    ) -> list[Status]:
+        """Read one shard of many chunks into one array of (chunks, layers, heads, bytes of a tile part)."""
+
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         """Copy from the callers' memory, parents before children."""
 

@@ -26,6 +26,8 @@ Bytes = npt.NDArray[np.uint8]
 Sources = tuple[int, Sequence[Bytes]]
 """An offset, and the pieces that go there one after another."""
 
+_NOTHING: Bytes = np.empty(0, np.uint8)
+
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
@@ -71,21 +73,23 @@ class MappedData:
         self._geometry = geometry
         self._directory = directory
         self._mappings: list[mmap.mmap | None] = [None] * geometry.num_segments
-        self._arrays: list[Bytes | None] = [None] * geometry.num_segments
+        self.segments: list[Bytes] = [_NOTHING] * geometry.num_segments
+        """Each segment's bytes; empty until it is first needed in this process."""
+        self.segment_bytes = geometry.segment_bytes
         self._lock = ForkSafeLock()
 
     def back(self, segment: int) -> None:
         self._attach(segment)
 
     def is_backed(self, segment: int) -> bool:
-        if self._directory is None or self._arrays[segment] is not None:
-            return self._arrays[segment] is not None
+        if self._directory is None or self.segments[segment].size:
+            return self.segments[segment].size > 0
         return _has_storage(self._directory, self._geometry, segment)
 
     def view(self, offset: int, length: int) -> Bytes:
         segment, start = divmod(offset, self._geometry.segment_bytes)
-        array = self._arrays[segment]
-        if array is None:
+        array = self.segments[segment]
+        if not array.size:
             array = self._attach(segment)
         if start + length > array.size:
             raise IndexError("range crosses the end of a segment")
@@ -113,7 +117,7 @@ class MappedData:
         return
 
     def close(self) -> None:
-        self._arrays = [None] * len(self._arrays)
+        self.segments = [_NOTHING] * len(self.segments)
         for mapping in self._mappings:
             if mapping is not None:
                 try:
@@ -124,8 +128,8 @@ class MappedData:
 
     def _attach(self, segment: int) -> Bytes:
         with self._lock:
-            array = self._arrays[segment]
-            if array is not None:
+            array = self.segments[segment]
+            if array.size:
                 return array
             size = self._geometry.segment_size(segment)
             if self._directory is None:
@@ -148,7 +152,7 @@ class MappedData:
                 pass  # an older kernel: the pages come when they are touched
             self._mappings[segment] = mapping
             array = np.frombuffer(mapping, np.uint8)
-            self._arrays[segment] = array
+            self.segments[segment] = array
             return array
 
 

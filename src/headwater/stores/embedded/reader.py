@@ -6,8 +6,8 @@ during or after the copy: an extent that was evicted and reused meanwhile is a m
 
 from __future__ import annotations
 
-import ctypes
 import time
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import Piece, RootRef, Run, Status, Tiles
 from headwater.stores.embedded.core import Core
+from headwater.stores.embedded.data import MappedData
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.layout import CHUNK, COMPLETE, Word, state_word
 from headwater.stores.embedded.members import Members
@@ -32,15 +33,42 @@ class Loaded(NamedTuple):
     sums: memoryview
     spec: KVSpec
     word: int
-    extent: Tiles | None
-    """The stored bytes, where they are mapped and in one part; this reference keeps the mapping from going away."""
-    address: int
+    word_at: int
+    offset: int
+    tile_bytes: int
+    addressable: bool
+    """Whether its tiles are mapped and in one part, so that they can be copied as they are."""
 
 
-TileCopy = tuple[int, int, Tiles, int, int]
-"""One tile to copy: target and source address, the target again as an array, expected checksum, number of its piece."""
+class Plan:
+    """Tiles to copy, as five numbers each: piece, layer and head there, offset of the stored bytes, checksum."""
 
-_PLAN_TILES = 1024
+    def __init__(self) -> None:
+        self._numbers = array("Q")
+        self.add = self._numbers.extend
+        """Takes (piece, layer, head, offset, checksum)."""
+
+    def carry_out(
+        self, data: MappedData, tiles: Sequence[Tiles] | Tiles, statuses: list[Status], deadline: float
+    ) -> None:
+        """Copy each tile and verify it while it is still in the cache. This loop is the read path's whole cost."""
+        copy, hashed, segments, segment_bytes = np.copyto, checksum, data.segments, data.segment_bytes
+        since, late, numbers = _CLOCK_BYTES, False, iter(self._numbers)
+        for i, j, k, offset, expected in zip(numbers, numbers, numbers, numbers, numbers, strict=True):
+            target = tiles[i][j, k]
+            size = target.size
+            since += size
+            if since > _CLOCK_BYTES:
+                since, late = 0, late or time.monotonic() >= deadline
+            if late:
+                statuses[i] = Status.TIMEOUT
+                continue
+            segment, start = divmod(offset, segment_bytes)
+            copy(target, segments[segment][start : start + size])
+            if hashed(target) != expected:
+                statuses[i] = Status.DAMAGED
+
+
 _CLOCK_BYTES = 4 << 20
 """How much is copied between two looks at the clock: about a millisecond's worth."""
 _KNOWN_CHUNKS = 4096
@@ -82,9 +110,8 @@ class Reader:
         start = self.root_entry(root)
         if start is None:
             return Run(0, ())
-        entries = self._index.run(keys, start.record.id)
-        last = entries[-1] if entries else start
-        return Run(len(entries), tuple(length for length in last.tails if length))
+        length, last = self._index.run(keys, start.record.id)
+        return Run(length, tuple(tokens for tokens in (last or start).tails if tokens))
 
     def visible(self, root: RootRef, chunk: ChunkRef) -> bool:
         """Whether one chunk is complete and hangs under its complete parent."""
@@ -111,49 +138,65 @@ class Reader:
 
     # ---- reading ------------------------------------------------------------------------------------------------
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline: float) -> list[Status]:
-        """See `stores.base.Store.read`.
+        """See `stores.base.Store.read`."""
+        chunks, shards, tiles = [p.chunk for p in pieces], [p.shard for p in pieces], [p.tiles for p in pieces]
+        return self._read(root.space.spec, chunks, shards, tiles, deadline)
 
-        Plans first, then copies: between two copies of 128 KiB the interpreter's own memory has left the cache, and
-        every line of Python there costs several times what it costs here.
-        """
-        spec, width = root.space.spec, root.space.spec.num_kv_heads
-        statuses = [Status.OK] * len(pieces)
-        loaded: list[Loaded | None] = [None] * len(pieces)  # also keeps the mappings alive while they are copied from
-        plan: list[TileCopy] = []
-        for i, (chunk, shard, tiles) in enumerate(pieces):
-            found = self.load(spec, chunk)
-            if found is None:
-                statuses[i] = Status.MISS
-                continue
+    def read_shard(
+        self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard, tiles: Tiles, deadline: float
+    ) -> list[Status]:
+        """See `stores.base.Store.read_shard`."""
+        return self._read(root.space.spec, chunks, [shard] * len(chunks), tiles, deadline)
+
+    def _read(
+        self,
+        spec: KVSpec,
+        chunks: Sequence[ChunkRef],
+        shards: Sequence[Shard],
+        tiles: Sequence[Tiles] | Tiles,
+        deadline: float,
+    ) -> list[Status]:
+        """Plan, then copy. Between two copies of 128 KiB the interpreter's own memory has left the cache, so the plan
+        is numbers in arrays, and everything else is done before the copying begins."""
+        known, words, plan = self._known, self._index.state_words, Plan()
+        statuses = [Status.OK] * len(chunks)
+        loaded: list[Loaded | None] = [None] * len(chunks)
+        planned: Shard | None = None
+        spots: list[tuple[int, int, int]] = []  # layer and head in this shard, number of the tile
+        for i, (chunk, shard) in enumerate(zip(chunks, shards, strict=True)):
+            found = known.get(chunk.key)
+            # A state word is bound to its record's content, and that to a random id: the same word, the same record.
+            if found is None or words[found.word_at] != found.word or found.spec is not spec:
+                found = self.load(spec, chunk)
+                if found is None:
+                    statuses[i] = Status.MISS
+                    continue
             loaded[i] = found
-            if found.extent is None or shard.split.parts > 1:
-                statuses[i] = self._read_slowly(spec, found, shard, tiles, deadline)
+            if not found.addressable or shard.split.parts > 1:
+                statuses[i] = self._read_slowly(spec, found, shard, tiles[i], deadline)
                 continue
-            sums, source, size = found.sums, found.address, tiles.shape[2]
-            target, (layer_stride, head_stride, _) = tiles.ctypes.data, tiles.strides
-            for j, layer in enumerate(shard.layers):
-                number, place = layer * width + shard.heads.start, target + j * layer_stride
-                for tile in tiles[j]:
-                    plan.append((place, source + number * size, tile, sums[number], i))
-                    number, place = number + 1, place + head_stride
-            if len(plan) >= _PLAN_TILES:
-                _carry_out(plan, statuses, deadline)
-                plan.clear()
-        _carry_out(plan, statuses, deadline)
-        now = time.time_ns()
-        for i, seen in enumerate(loaded):
-            if seen is not None:
-                self._index.touch(seen.entry.cell, now)
-                if statuses[i] == Status.DAMAGED:
-                    statuses[i] = self.blame(seen.entry, deadline)
+            if shard is not planned:
+                planned, spots = shard, _spots(spec, shard)
+            base, size, sums = found.offset, found.tile_bytes, found.sums
+            for j, k, number in spots:
+                plan.add((i, j, k, base + number * size, sums[number]))
+        if isinstance(self._core.data, MappedData):
+            plan.carry_out(self._core.data, tiles, statuses, deadline)
+        self._settle(loaded, statuses, deadline)
         return statuses
+
+    def _settle(self, loaded: list[Loaded | None], statuses: list[Status], deadline: float) -> None:
+        """After the copies: note the uses, and judge what did not verify."""
+        now = time.time_ns()
+        for cell in {found.entry.cell for found in loaded if found is not None}:
+            self._index.touch(cell, now)
+        if Status.DAMAGED in statuses:
+            for i, found in enumerate(loaded):
+                if found is not None and statuses[i] == Status.DAMAGED:
+                    statuses[i] = self.blame(found.entry, deadline)
 
     def load(self, spec: KVSpec, chunk: ChunkRef) -> Loaded | None:
         """The record of a complete chunk with its checksums; None where there is none that fits what is asked."""
-        known = self._known.get(chunk.key)
-        # A state word is bound to the record's content, and that to a random id: the same word is the same record.
-        if known is not None and known.spec is spec and self._index.word(known.entry.cell) == known.word:
-            return known
         found = self._load(spec, chunk)
         if found is not None:
             if len(self._known) >= _KNOWN_CHUNKS:
@@ -177,14 +220,15 @@ class Reader:
             if again is not None and again.record.id == record.id and again.state == COMPLETE:
                 self._index.words[Word.SUSPECT] = 1
             return None
-        extent = None
-        if self._core.data.mapped and record.parts == 1:
-            try:
-                extent = self._core.data.view(record.offset, record.length)
-            except (OSError, IndexError):
-                pass  # the segment is gone: the slow way says what that means
-        word, address = state_word(record.pack(), COMPLETE), 0 if extent is None else extent.ctypes.data
-        return Loaded(entry, memoryview(payload)[: 8 * tiles].cast("Q"), spec, word, extent, address)
+        try:
+            addressable = record.parts == 1 and self._core.data.mapped
+            if addressable:
+                self._core.data.view(record.offset, record.length)  # attaches the segment
+        except (OSError, IndexError):
+            addressable = False  # it is gone; the slow way says what that means
+        sums, word = memoryview(payload)[: 8 * tiles].cast("Q"), state_word(record.pack(), COMPLETE)
+        at, size = self._index.word_at(entry.cell), record.length // spec.num_tiles
+        return Loaded(entry, sums, spec, word, at, record.offset, size, addressable)
 
     def _read_slowly(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
         if time.monotonic() >= deadline:
@@ -282,20 +326,9 @@ class Reader:
         return Status.OK
 
 
-def _carry_out(plan: list[TileCopy], statuses: list[Status], deadline: float) -> None:
-    """Copy each tile and verify it while it is still in the cache. This loop is the read path's whole cost."""
-    size = plan[0][2].size if plan else 1
-    step = max(1, _CLOCK_BYTES // size)
-    memmove, verify = ctypes.memmove, checksum
-    for start in range(0, len(plan), step):
-        late = time.monotonic() >= deadline
-        for target, source, tile, expected, piece in plan[start : start + step]:
-            if late:
-                statuses[piece] = Status.TIMEOUT
-                continue
-            memmove(target, source, tile.size)
-            if verify(tile) != expected:
-                statuses[piece] = Status.DAMAGED
+def _spots(spec: KVSpec, shard: Shard) -> list[tuple[int, int, int]]:
+    width = spec.num_kv_heads
+    return [(j, k, la * width + he) for j, la in enumerate(shard.layers) for k, he in enumerate(shard.heads)]
 
 
 def extent_tiles(core: Core, spec: KVSpec, entry: Entry) -> Tiles:

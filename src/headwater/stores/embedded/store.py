@@ -82,6 +82,12 @@ class EmbeddedStore:
         with self._open():
             return self._reader.read(root, pieces, self._deadline(deadline_s))
 
+    def read_shard(
+        self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard, tiles: Tiles, deadline_s: float | None = None
+    ) -> list[Status]:
+        with self._open():
+            return self._reader.read_shard(root, chunks, shard, tiles, self._deadline(deadline_s))
+
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         with self._open():
             return self._writer.write(root, pieces, self._deadline(deadline_s))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import mmap
 
-_WINDOW = 1 << 16
+_FIRST_WINDOW, _WINDOW = 256, 1 << 16
+"""Units looked at in one go: few at first, since the hint is usually right."""
 
 FREE_UNIT, USED_UNIT, ABSENT_UNIT = 0, 1, 2
 """ABSENT: the unit's segment has no storage behind it yet."""
@@ -31,9 +32,10 @@ class UnitMap:
         return found if found >= 0 or hint == low else self._search(need, low, min(hint + need - 1, high))
 
     def _search(self, need: int, low: int, high: int) -> int:
-        needle = bytes(need)
+        needle, window = bytes(need), _FIRST_WINDOW
         while high - low >= need:
-            end = min(low + max(_WINDOW, 2 * need), high)
+            end = min(low + max(window, 2 * need), high)
+            window = min(4 * window, _WINDOW)
             at = self._map[self._base + low : self._base + end].find(needle)
             if at >= 0:
                 return low + at

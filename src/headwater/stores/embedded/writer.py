@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -380,14 +380,9 @@ class Writer:
             return Status.OK
         if entry.state != PENDING:
             return Status.LOST
-        parts, width = entry.record.parts, len(heads)
-        for i, layer in enumerate(layers):
-            row = sums[i * width : (i + 1) * width]
-            first = (layer * spec.num_kv_heads + heads.start) * parts + part
-            spots = [(first, row)] if parts == 1 else [(first + j * parts, [s]) for j, s in enumerate(row)]
-            if not all(index.put_sums(entry, at, values) for at, values in spots):
-                self._drop(entry)
-                return Status.LOST
+        if not all(index.put_sums(entry, at, run) for at, run in _sum_runs(spec, entry, layers, heads, part, sums)):
+            self._drop(entry)
+            return Status.LOST
         if index.complete(entry):
             record = entry.record
             words[Word.PENDING] -= min(record.length, words[Word.PENDING])
@@ -426,14 +421,31 @@ class Writer:
 
 
 def _fill_mapped(extent: Tiles, layers: range, heads: range, tiles: Tiles) -> list[int]:
-    """Copy each tile and hash it while it is in the cache. This loop is the write path's whole cost."""
-    copy = np.copyto
-    places = [extent[layer, head] for layer in layers for head in heads]
-    sums = []
-    for tile, place in zip([tile for row in tiles for tile in row], places, strict=True):
-        copy(place, tile)
-        sums.append(checksum(tile))
+    """Copy each tile and hash it while it is in the cache. This loop is the write path's whole cost.
+
+    Views are made where they are used: made ahead, they would have left the cache again.
+    """
+    copy, hashed, sums = np.copyto, checksum, list[int]()
+    for i, layer in enumerate(layers):
+        for j, head in enumerate(heads):
+            tile = tiles[i, j]
+            copy(extent[layer, head], tile)
+            sums.append(hashed(tile))
     return sums
+
+
+def _sum_runs(
+    spec: KVSpec, entry: Entry, layers: range, heads: range, part: int, sums: list[int]
+) -> Iterator[tuple[int, list[int]]]:
+    """Checksums in [layer][head] order as runs of consecutive places in the record."""
+    parts, width = entry.record.parts, len(heads)
+    if parts == 1 and width == spec.num_kv_heads and layers.step == 1:
+        yield layers.start * width, sums
+        return
+    for i, layer in enumerate(layers):
+        row = sums[i * width : (i + 1) * width]
+        first = (layer * spec.num_kv_heads + heads.start) * parts + part
+        yield from [(first, row)] if parts == 1 else [(first + j * parts, [s]) for j, s in enumerate(row)]
 
 
 def _row_runs(spec: KVSpec, offset: int, part: Tiles, rows: np.ndarray, num_tokens: int) -> list[Sources]:
