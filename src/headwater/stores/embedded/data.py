@@ -75,6 +75,8 @@ class MappedData:
         self._mappings: list[mmap.mmap | None] = [None] * geometry.num_segments
         self.segments: list[Bytes] = [_NOTHING] * geometry.num_segments
         """Each segment's bytes; empty until it is first needed in this process."""
+        self.addresses = np.zeros(geometry.num_segments, np.int64)
+        """Where each begins, once it is attached."""
         self.segment_bytes = geometry.segment_bytes
         self._lock = ForkSafeLock()
 
@@ -152,6 +154,7 @@ class MappedData:
                 pass  # an older kernel: the pages come when they are touched
             self._mappings[segment] = mapping
             array = np.frombuffer(mapping, np.uint8)
+            self.addresses[segment] = array.ctypes.data
             self.segments[segment] = array
             return array
 

@@ -33,6 +33,7 @@ from headwater.stores.embedded.layout import (
     REMAINING,
     TAILS,
     WORDS_OFFSET,
+    WORDS_PER_CELL,
     Geometry,
     Record,
     Word,
@@ -81,16 +82,18 @@ class Index:
         self._directory = view[g.directory_offset : g.directory_offset + 4 * g.directory_slots].cast("I")
         self._mask = g.directory_slots - 1
         self._ages = view[g.ages_offset : g.ages_offset + 8 * (g.num_cells // AGE_CELLS + 1)].cast("Q")
+        self._age_column = np.frombuffer(mapping, "<i8", g.num_cells // AGE_CELLS + 1, g.ages_offset)
         self._heap = g.heap_offset
         self._words_of_heap = np.frombuffer(mapping, "<u8", g.num_cells * (CELL // 8), g.heap_offset).reshape(-1, 8)
         self.state_words = view[g.heap_offset : g.heap_offset + g.num_cells * CELL].cast("Q")
+        self.state_column = self._words_of_heap.reshape(-1)
         self.cells = UnitMap(mapping, g.cell_map_offset, g.num_cells)
         self.units = UnitMap(mapping, g.unit_map_offset, g.num_units)
         self._view = view
 
     def close(self) -> None:
         """Let go of the mapping."""
-        del self._words_of_heap
+        del self._words_of_heap, self.state_column, self._age_column
         for view in (self.words, self._directory, self._ages, self.state_words, self._view):
             view.release()
 
@@ -139,7 +142,7 @@ class Index:
     @staticmethod
     def word_at(cell: int) -> int:
         """Where the state word of the record at `cell` is in `state_words`."""
-        return cell * (CELL // 8)
+        return cell * WORDS_PER_CELL
 
     def run(self, keys: list[bytes], parent_id: int) -> tuple[int, Entry | None]:
         """Length and last entry of the longest run of `keys` that are complete, each the child of the one before.
@@ -186,6 +189,10 @@ class Index:
         """Note a use. Needs no lock: a late touch of a cell that was reused only misdates the newcomer."""
         self._ages[cell // AGE_CELLS] = now_ns
 
+    def touch_all(self, cells: npt.NDArray[np.int64], now_ns: int) -> None:
+        """Note a use of many records."""
+        self._age_column[cells // AGE_CELLS] = now_ns
+
     def age(self, cell: int) -> int:
         """When the record was last used, in nanoseconds since the epoch."""
         return self._ages[cell // AGE_CELLS]
@@ -201,7 +208,7 @@ class Index:
 
     def ages_of(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Last uses of many records."""
-        return np.frombuffer(self._ages, "<i8")[cells // AGE_CELLS]
+        return self._age_column[cells // AGE_CELLS]
 
     def fixed_words(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """The fixed parts of many records as rows of sixteen words (see `layout` for which is which)."""

@@ -175,6 +175,7 @@ def decode_header(raw: bytes) -> Geometry | int | None:
 
 # ---- records ----------------------------------------------------------------------------------------------------
 CELL = 64
+WORDS_PER_CELL = CELL // 8
 AGE_CELLS = 4
 """Records are at least four cells long, so cells // 4 gives each a word of its own for its age."""
 HEAD_BYTES = 3 * CELL

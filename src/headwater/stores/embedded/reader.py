@@ -6,22 +6,26 @@ during or after the copy: an extent that was evicted and reused meanwhile is a m
 
 from __future__ import annotations
 
+import ctypes
 import time
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from headwater.errors import DeadlineError, HeadwaterError, StoreDamagedError
+from headwater.errors import BufferMismatchError, DeadlineError, HeadwaterError, StoreDamagedError
 from headwater.kv.format import checksum, gather_part, part_checksums, part_rows
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
+from headwater.locks import ForkSafeLock
 from headwater.stores.base import Piece, RootRef, Run, Status, Tiles
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import MappedData
 from headwater.stores.embedded.index import Entry
+from headwater.stores.embedded.known import KnownTiles
 from headwater.stores.embedded.layout import CHUNK, COMPLETE, Word, state_word
 from headwater.stores.embedded.members import Members
 
@@ -39,6 +43,11 @@ class Loaded(NamedTuple):
     addressable: bool
     """Whether its tiles are mapped and in one part, so that they can be copied as they are."""
 
+    def still(self, state_words: memoryview, spec: KVSpec, num_tokens: int) -> bool:
+        """Whether the record is still there (see `known`), and is what is asked for."""
+        same = self.spec is spec and self.entry.record.num_tokens == num_tokens
+        return same and state_words[self.word_at] == self.word
+
 
 class Plan:
     """Tiles to copy, as five numbers each: piece, layer and head there, offset of the stored bytes, checksum."""
@@ -51,7 +60,7 @@ class Plan:
     def carry_out(
         self, data: MappedData, tiles: Sequence[Tiles] | Tiles, statuses: list[Status], deadline: float
     ) -> None:
-        """Copy each tile and verify it while it is still in the cache. This loop is the read path's whole cost."""
+        """Copy each tile and verify it while it is still in the cache."""
         copy, hashed, segments, segment_bytes = np.copyto, checksum, data.segments, data.segment_bytes
         since, late, numbers = _CLOCK_BYTES, False, iter(self._numbers)
         for i, j, k, offset, expected in zip(numbers, numbers, numbers, numbers, numbers, strict=True):
@@ -94,7 +103,9 @@ class Reader:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._index = core.index
-        self._known: dict[bytes, Loaded] = {}
+        self._mutex = ForkSafeLock()
+        self._loaded: dict[bytes, Loaded] = {}
+        self._known: dict[KVSpec, KnownTiles] = {}
 
     # ---- finding ------------------------------------------------------------------------------------------------
     def root_entry(self, root: RootRef) -> Entry | None:
@@ -139,50 +150,63 @@ class Reader:
     # ---- reading ------------------------------------------------------------------------------------------------
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline: float) -> list[Status]:
         """See `stores.base.Store.read`."""
-        chunks, shards, tiles = [p.chunk for p in pieces], [p.shard for p in pieces], [p.tiles for p in pieces]
-        return self._read(root.space.spec, chunks, shards, tiles, deadline)
-
-    def read_shard(
-        self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard, tiles: Tiles, deadline: float
-    ) -> list[Status]:
-        """See `stores.base.Store.read_shard`."""
-        return self._read(root.space.spec, chunks, [shard] * len(chunks), tiles, deadline)
-
-    def _read(
-        self,
-        spec: KVSpec,
-        chunks: Sequence[ChunkRef],
-        shards: Sequence[Shard],
-        tiles: Sequence[Tiles] | Tiles,
-        deadline: float,
-    ) -> list[Status]:
-        """Plan, then copy. Between two copies of 128 KiB the interpreter's own memory has left the cache, so the plan
-        is numbers in arrays, and everything else is done before the copying begins."""
-        known, words, plan = self._known, self._index.state_words, Plan()
-        statuses = [Status.OK] * len(chunks)
-        loaded: list[Loaded | None] = [None] * len(chunks)
-        planned: Shard | None = None
-        spots: list[tuple[int, int, int]] = []  # layer and head in this shard, number of the tile
-        for i, (chunk, shard) in enumerate(zip(chunks, shards, strict=True)):
-            found = known.get(chunk.key)
-            # A state word is bound to its record's content, and that to a random id: the same word, the same record.
-            if found is None or words[found.word_at] != found.word or found.spec is not spec:
+        spec, words, plan = root.space.spec, self._index.state_words, Plan()
+        statuses = [Status.OK] * len(pieces)
+        loaded: list[Loaded | None] = [None] * len(pieces)
+        for i, (chunk, shard, tiles) in enumerate(pieces):
+            found = self._loaded.get(chunk.key)
+            if found is None or not found.still(words, spec, chunk.num_tokens):
                 found = self.load(spec, chunk)
                 if found is None:
                     statuses[i] = Status.MISS
                     continue
             loaded[i] = found
             if not found.addressable or shard.split.parts > 1:
-                statuses[i] = self._read_slowly(spec, found, shard, tiles[i], deadline)
+                statuses[i] = self._read_slowly(spec, found, shard, tiles, deadline)
                 continue
-            if shard is not planned:
-                planned, spots = shard, _spots(spec, shard)
             base, size, sums = found.offset, found.tile_bytes, found.sums
-            for j, k, number in spots:
+            for j, k, number in _spots(spec, shard):
                 plan.add((i, j, k, base + number * size, sums[number]))
         if isinstance(self._core.data, MappedData):
-            plan.carry_out(self._core.data, tiles, statuses, deadline)
+            plan.carry_out(self._core.data, [piece.tiles for piece in pieces], statuses, deadline)
         self._settle(loaded, statuses, deadline)
+        return statuses
+
+    def read_shard(
+        self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard, tiles: Tiles, deadline: float
+    ) -> list[Status]:
+        """See `stores.base.Store.read_shard`.
+
+        Between two copies of 128 KiB the interpreter's own memory has left the cache, and every line of Python costs
+        several times what it costs elsewhere. So this plans with vectors first, and then only copies and verifies.
+        """
+        spec, data = root.space.spec, self._core.data
+        if not isinstance(data, MappedData) or shard.split.parts > 1 or not tiles.size or min(tiles.strides) < 0:
+            return self.read(root, [Piece(c, shard, t) for c, t in zip(chunks, tiles, strict=True)], deadline)
+        known, statuses = self._known_of(spec), [Status.OK] * len(chunks)
+        slots, good = known.find(chunks, chunks[0].num_tokens)
+        for i in np.flatnonzero(~good).tolist():
+            if chunks[i].num_tokens != chunks[0].num_tokens:
+                raise BufferMismatchError("one array for all needs chunks of one size; read the tail by itself")
+            found = self.load(spec, chunks[i])
+            if found is None:
+                statuses[i] = Status.MISS
+            elif found.addressable:
+                slots[i], good[i] = self._remember(found), True
+            else:
+                statuses[i] = self._read_slowly(spec, found, shard, tiles[i], deadline)
+        spots, planned = np.array(_spots(spec, shard), np.int64), np.flatnonzero(good)
+        offsets = known.offset[slots[planned], None] + spots[:, 2] * tiles.shape[3]
+        segments, starts = np.divmod(offsets, data.segment_bytes)
+        strides = np.array(tiles.strides[:3], np.int64)
+        places = planned[:, None] * strides[0] + spots[:, :2] @ strides[1:]
+        sources, sums = data.addresses[segments] + starts, known.sums[slots[planned, None], spots[:, 2]]
+        _copy_tiles(
+            tiles, np.repeat(planned, len(spots)), places.ravel(), sources.ravel(), sums.ravel(), statuses, deadline
+        )
+        self._index.touch_all(known.cells(slots[planned]), time.time_ns())
+        if Status.DAMAGED in statuses:
+            self._settle([self._loaded.get(chunk.key) for chunk in chunks], statuses, deadline)
         return statuses
 
     def _settle(self, loaded: list[Loaded | None], statuses: list[Status], deadline: float) -> None:
@@ -199,10 +223,23 @@ class Reader:
         """The record of a complete chunk with its checksums; None where there is none that fits what is asked."""
         found = self._load(spec, chunk)
         if found is not None:
-            if len(self._known) >= _KNOWN_CHUNKS:
-                self._known.clear()
-            self._known[chunk.key] = found
+            if len(self._loaded) >= _KNOWN_CHUNKS:
+                self._loaded.clear()
+            self._loaded[chunk.key] = found
         return found
+
+    def _known_of(self, spec: KVSpec) -> KnownTiles:
+        known = self._known.get(spec)
+        if known is None:
+            known = self._known.setdefault(spec, KnownTiles(spec, self._index.state_column))
+        return known
+
+    def _remember(self, found: Loaded) -> int:
+        tokens = found.entry.record.num_tokens
+        with self._mutex:
+            return self._known_of(found.spec).remember(
+                found.entry.record.key, found.word_at, found.word, found.offset, tokens, found.sums
+            )
 
     def _load(self, spec: KVSpec, chunk: ChunkRef) -> Loaded | None:
         entry = self._index.find(chunk.key)
@@ -292,7 +329,8 @@ class Reader:
 
     # ---- borrowing ----------------------------------------------------------------------------------------------
     def forget(self) -> None:
-        """Let go of every mapping."""
+        """Let go of everything remembered."""
+        self._loaded.clear()
         self._known.clear()
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[ChunkLease, Tiles] | Status:
@@ -324,6 +362,39 @@ class Reader:
                 if sums != found.sums[number : number + parts].tolist():
                     return Status.DAMAGED
         return Status.OK
+
+
+def _copy_tiles(
+    tiles: Tiles,
+    owners: npt.NDArray[np.int64],
+    places: npt.NDArray[np.int64],
+    sources: npt.NDArray[np.int64],
+    sums: npt.NDArray[np.uint64],
+    statuses: list[Status],
+    deadline: float,
+) -> None:
+    """Copy each tile from its address to its place in `tiles`, and verify it while it is still in the cache.
+
+    This loop is the read path's whole cost: one copy, one slice, one hash, one comparison a tile.
+    """
+    size, memmove, hashed = tiles.shape[3], ctypes.memmove, checksum
+    base = tiles.ctypes.data
+    span = sum(stride * (length - 1) for stride, length in zip(tiles.strides, tiles.shape, strict=True)) + 1
+    memory = memoryview((ctypes.c_uint8 * span).from_address(base)).cast("B")
+    step = max(1, _CLOCK_BYTES // max(size, 1))
+    for start in range(0, len(owners), step):
+        part = slice(start, start + step)
+        if time.monotonic() >= deadline:
+            for i in owners[start:].tolist():
+                statuses[i] = Status.TIMEOUT
+            return
+        rows = zip(
+            owners[part].tolist(), places[part].tolist(), sources[part].tolist(), sums[part].tolist(), strict=True
+        )
+        for i, place, source, expected in rows:
+            memmove(base + place, source, size)
+            if hashed(memory[place : place + size]) != expected:
+                statuses[i] = Status.DAMAGED
 
 
 def _spots(spec: KVSpec, shard: Shard) -> list[tuple[int, int, int]]:

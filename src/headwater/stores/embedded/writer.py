@@ -7,6 +7,7 @@ even if its reservation was taken away.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -110,15 +111,18 @@ class Writer:
         commits: list[tuple[int, Commit]] = []
         claimed: list[tuple[int, Shard]] = []
         try:
+            # All claims before the first copy: what runs between copies runs with a cold cache.
+            for i, (chunk, shard, _) in enumerate(pieces):
+                entry = tickets[chunk.key].entry
+                if entry is not None:
+                    statuses[i] = self._claim(spec, entry, shard)
+                    if statuses[i] == Status.OK:
+                        claimed.append((entry.record.id, shard))
             for i, (chunk, shard, tiles) in enumerate(pieces):
                 ticket = tickets[chunk.key]
-                if ticket.entry is None:
+                if ticket.entry is None or statuses[i] != Status.OK:
                     continue
-                statuses[i] = self._claim(spec, ticket.entry, shard)
-                if statuses[i] != Status.OK:
-                    continue
-                claimed.append((ticket.entry.record.id, shard))
-                sums = self._fill(spec, ticket, shard.split, shard.part, shard.layers, shard.heads, tiles, deadline)
+                sums = self._fill(spec, ticket.entry, shard, tiles, deadline)
                 if sums is None:
                     statuses[i] = Status.TIMEOUT if time.monotonic() >= deadline else Status.FULL
                     self.abort([ticket])
@@ -148,26 +152,14 @@ class Writer:
             return Status.EXISTS if noted == shard.num_tiles else Status.BUSY
         return Status.OK
 
-    def _fill(
-        self,
-        spec: KVSpec,
-        ticket: Ticket,
-        split: Split,
-        part: int,
-        layers: range,
-        heads: range,
-        tiles: Tiles,
-        deadline: float,
-    ) -> list[int] | None:
+    def _fill(self, spec: KVSpec, entry: Entry, shard: Shard, tiles: Tiles, deadline: float) -> list[int] | None:
         """Copy a piece into its extent; its checksums in [layer][head] order, or None where that failed."""
-        assert ticket.entry is not None
-        record, data = ticket.entry.record, self.core.data
-        size = spec.tile_bytes(record.num_tokens)
-        rows = part_rows(split, part, record.first_token, record.num_tokens)
-        sums, runs = [], list[Sources]()
+        record, data, split, layers, heads = entry.record, self.core.data, shard.split, shard.layers, shard.heads
+        size, sums, runs = spec.tile_bytes(record.num_tokens), list[int](), list[Sources]()
         try:
             if data.mapped and split.parts == 1:
-                return _fill_mapped(extent_tiles(self.core, spec, ticket.entry), layers, heads, tiles)
+                return _fill_mapped(extent_tiles(self.core, spec, entry), layers, heads, tiles)
+            rows = part_rows(split, shard.part, record.first_token, record.num_tokens)
             for i, layer in enumerate(layers):
                 for j, head in enumerate(heads):
                     sums.append(checksum(tiles[i, j]))
@@ -425,12 +417,16 @@ def _fill_mapped(extent: Tiles, layers: range, heads: range, tiles: Tiles) -> li
 
     Views are made where they are used: made ahead, they would have left the cache again.
     """
-    copy, hashed, sums = np.copyto, checksum, list[int]()
+    memmove, hashed, sums = ctypes.memmove, checksum, list[int]()
+    target, (layer_stride, head_stride, size) = extent.ctypes.data, (*extent.strides[:2], extent.shape[2])
+    source, (row_stride, tile_stride, _) = tiles.ctypes.data, tiles.strides
     for i, layer in enumerate(layers):
-        for j, head in enumerate(heads):
-            tile = tiles[i, j]
-            copy(extent[layer, head], tile)
-            sums.append(hashed(tile))
+        place, tile = target + layer * layer_stride + heads.start * head_stride, source + i * row_stride
+        row = tiles[i]
+        for j in range(len(heads)):
+            memmove(place, tile, size)
+            sums.append(hashed(row[j]))
+            place, tile = place + head_stride, tile + tile_stride
     return sums
 
 

@@ -1,0 +1,53 @@
+"""The benchmark runs and reports; how fast it came out is not a test's business."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headwater.bench import store
+from headwater.errors import InvalidArgumentError
+
+FIGURES = [
+    "read_gbps",
+    "write_gbps",
+    "memcpy_gbps",
+    "read_vs_ceiling",
+    "write_vs_ceiling",
+    "read_gbps_2t",
+    "write_gbps_2t",
+    "noise",
+    "hash_ms",
+    "match_ms",
+    "match_ratio",
+    "overhead_ratio",
+    "import_ms",
+    "file_read_gbps",
+    "file_write_gbps",
+]
+
+
+@pytest.mark.slow
+def test_a_quick_run_reports_every_figure_and_leaves_nothing() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    report = store.run(store.QUICK)
+    assert all(report[name] > 0 for name in FIGURES if name != "noise"), report
+    assert report["import_torch"] is False
+    assert report["verified_clean"] is True
+    assert report["match_chunks"] >= 4000
+    assert ("redis_read_gbps" in report) and (report["redis_read_gbps"] or report["redis_reason"])
+    assert set(report["bars"]) == {"read_vs_ceiling", "write_vs_ceiling", "match_ratio", "overhead_ratio"}
+    assert set(Path("/dev/shm").iterdir()) == before
+
+
+def test_an_existing_pool_is_not_emptied(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="exists already"):
+        store.run(store.StoreBench(url=f"file://{tmp_path}", tiles_bytes=8 << 20, num_chunks=1, pairs=1, redis=False))
+
+
+def test_a_bar_nearer_to_one_than_the_noise_is_not_judged() -> None:
+    bar = store.Bar("ratio", True, 0.9, "noise")
+    assert bar.judge({"ratio": 0.95, "noise": 0.01}) == "met"
+    assert bar.judge({"ratio": 0.85, "noise": 0.01}) == "missed"
+    assert bar.judge({"ratio": 0.85, "noise": 0.2}).startswith("not judged")
