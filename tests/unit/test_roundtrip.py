@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from headwater.errors import BufferMismatchError, InvalidArgumentError
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import RawBuffer, open_pool
 from headwater.stores.base import Status
+from headwater.stores.embedded import known
 
 from support import empty_tiles, gqa, identity, local_tiles, specs, temporary_url, topologies
 
@@ -188,3 +191,31 @@ def test_one_array_for_many_chunks(scheme: str, tmp_path_factory: pytest.TempPat
             with pytest.raises(BufferMismatchError, match="one array for 2 chunks"):
                 space.read(chunks[:2], whole_shard(spec), wrong)
         assert pool.stats().counts["read_miss"] == 1
+
+
+def test_more_chunks_than_are_remembered_in_one_call_and_in_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was remembered of one chunk must never serve another: both its bytes and its checksums would be wrong."""
+    monkeypatch.setattr(known, "_COLUMN_BYTES", 0)  # sixteen records
+    spec = gqa(layers=1, heads=2)
+    shard = whole_shard(spec)
+    wrong: list[int] = []
+    with open_pool("memory://?capacity=8MiB") as pool:
+        space = pool.space(identity(), spec, chunk_tokens=4)
+        chunks = space.keys(range(4 * 100)).chunks()
+        space.write(chunks, shard, [local_tiles(spec, c, shard) for c in chunks])
+        truth = {c.key: local_tiles(spec, c, shard) for c in chunks}
+
+        def work(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            for _ in range(60):
+                mine = [chunks[i] for i in rng.integers(0, 100, rng.integers(1, 40))]
+                out = np.zeros((len(mine), *shard.local_shape(spec, 0, 4)), np.uint8)
+                assert space.read(mine, shard, out) == [Status.OK] * len(mine)
+                wrong.extend(c.number for c, tiles in zip(mine, out, strict=True) if (tiles != truth[c.key]).any())
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong

@@ -20,7 +20,6 @@ from headwater.kv.format import checksum, gather_part, part_checksums, part_rows
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
-from headwater.locks import ForkSafeLock
 from headwater.stores.base import Piece, RootRef, Run, Status, Tiles
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import MappedData
@@ -103,7 +102,6 @@ class Reader:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._index = core.index
-        self._mutex = ForkSafeLock()
         self._loaded: dict[bytes, Loaded] = {}
         self._known: dict[KVSpec, KnownTiles] = {}
 
@@ -183,8 +181,8 @@ class Reader:
         spec, data = root.space.spec, self._core.data
         if not isinstance(data, MappedData) or shard.split.parts > 1 or not tiles.size or min(tiles.strides) < 0:
             return self.read(root, [Piece(c, shard, t) for c, t in zip(chunks, tiles, strict=True)], deadline)
-        known, statuses = self._known_of(spec), [Status.OK] * len(chunks)
-        slots, good = known.find(chunks, chunks[0].num_tokens)
+        spots, statuses = np.array(_spots(spec, shard), np.int64), [Status.OK] * len(chunks)
+        good, cells, offsets, sums = self._known_of(spec).look_up(chunks, chunks[0].num_tokens, spots[:, 2])
         for i in np.flatnonzero(~good).tolist():
             if chunks[i].num_tokens != chunks[0].num_tokens:
                 raise BufferMismatchError("one array for all needs chunks of one size; read the tail by itself")
@@ -192,19 +190,18 @@ class Reader:
             if found is None:
                 statuses[i] = Status.MISS
             elif found.addressable:
-                slots[i], good[i] = self._remember(found), True
+                self._remember(found)
+                good[i], cells[i], offsets[i] = True, found.entry.cell, found.offset
+                sums[i] = [found.sums[number] for number in spots[:, 2].tolist()]
             else:
                 statuses[i] = self._read_slowly(spec, found, shard, tiles[i], deadline)
-        spots, planned = np.array(_spots(spec, shard), np.int64), np.flatnonzero(good)
-        offsets = known.offset[slots[planned], None] + spots[:, 2] * tiles.shape[3]
-        segments, starts = np.divmod(offsets, data.segment_bytes)
+        planned = np.flatnonzero(good)
+        segments, starts = np.divmod(offsets[planned, None] + spots[:, 2] * tiles.shape[3], data.segment_bytes)
         strides = np.array(tiles.strides[:3], np.int64)
         places = planned[:, None] * strides[0] + spots[:, :2] @ strides[1:]
-        sources, sums = data.addresses[segments] + starts, known.sums[slots[planned, None], spots[:, 2]]
-        _copy_tiles(
-            tiles, np.repeat(planned, len(spots)), places.ravel(), sources.ravel(), sums.ravel(), statuses, deadline
-        )
-        self._index.touch_all(known.cells(slots[planned]), time.time_ns())
+        owners, sources = np.repeat(planned, len(spots)), data.addresses[segments] + starts
+        _copy_tiles(tiles, owners, places.ravel(), sources.ravel(), sums[planned].ravel(), statuses, deadline)
+        self._index.touch_all(cells[planned], time.time_ns())
         if Status.DAMAGED in statuses:
             self._settle([self._loaded.get(chunk.key) for chunk in chunks], statuses, deadline)
         return statuses
@@ -234,12 +231,10 @@ class Reader:
             known = self._known.setdefault(spec, KnownTiles(spec, self._index.state_column))
         return known
 
-    def _remember(self, found: Loaded) -> int:
-        tokens = found.entry.record.num_tokens
-        with self._mutex:
-            return self._known_of(found.spec).remember(
-                found.entry.record.key, found.word_at, found.word, found.offset, tokens, found.sums
-            )
+    def _remember(self, found: Loaded) -> None:
+        record = found.entry.record
+        known = self._known_of(found.spec)
+        known.remember(record.key, found.word_at, found.word, found.offset, record.num_tokens, found.sums)
 
     def _load(self, spec: KVSpec, chunk: ChunkRef) -> Loaded | None:
         entry = self._index.find(chunk.key)
