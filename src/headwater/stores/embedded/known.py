@@ -22,7 +22,7 @@ _COLUMN_BYTES = 16 << 20
 
 
 class Found(NamedTuple):
-    """For each chunk of a read: whether it is known, its cell, its extent's offset, the checksums of the tiles asked for."""
+    """For each chunk of a read: is it known, its cell, its extent, the checksums of the tiles asked for."""
 
     good: npt.NDArray[np.bool_]
     cells: npt.NDArray[np.int64]
