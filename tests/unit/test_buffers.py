@@ -113,7 +113,11 @@ def test_memory_by_address_with_strides(
     outer = inner * (layers if heads_outside else heads) + layer_gap
     layer_stride, head_stride = (inner, outer) if heads_outside else (outer, inner)
     memory = np.random.default_rng(1).integers(0, 256, 4096, np.uint8)
-    tiles = as_tiles(RawBuffer(memory.ctypes.data + 5, layer_stride, head_stride), (layers, heads, size), writable=True)
+    tiles = as_tiles(
+        RawBuffer(memory.ctypes.data + 5, layer_stride=layer_stride, head_stride=head_stride),
+        (layers, heads, size),
+        writable=True,
+    )
     for layer in range(layers):
         for head in range(heads):
             at = 5 + layer * layer_stride + head * head_stride
@@ -198,7 +202,9 @@ def test_tiles_by_address_that_overlap_are_refused(layer_stride: int, head_strid
     """Each stride was compared with one tile only: a read then said OK for tiles that later ones had overwritten."""
     memory = counting(200)
     with pytest.raises(BufferMismatchError, match="strides that keep 3 × 2 tiles of 8 bytes apart"):
-        as_tiles(RawBuffer(memory.ctypes.data, layer_stride, head_stride), SHAPE, writable=True)
+        as_tiles(
+            RawBuffer(memory.ctypes.data, layer_stride=layer_stride, head_stride=head_stride), SHAPE, writable=True
+        )
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 20), st.integers(0, 20))
@@ -207,7 +213,11 @@ def test_tiles_by_address_never_overlap(
 ) -> None:
     memory = np.zeros(200, np.uint8)
     try:
-        tiles = as_tiles(RawBuffer(memory.ctypes.data, layer_stride, head_stride), (layers, heads, size), writable=True)
+        tiles = as_tiles(
+            RawBuffer(memory.ctypes.data, layer_stride=layer_stride, head_stride=head_stride),
+            (layers, heads, size),
+            writable=True,
+        )
     except BufferMismatchError:
         return
     for layer in range(layers):

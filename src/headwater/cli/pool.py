@@ -14,7 +14,9 @@ pool_app = typer.Typer(no_args_is_help=True, help="Look at a pool, check it, emp
 Url = Annotated[str | None, typer.Argument(metavar="URL", help="The pool; shm:///headwater if not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Tenant = Annotated[str | None, typer.Option(help="Only this tenant: its text, or its tag as `ls` shows it.")]
-Identity = Annotated[str | None, typer.Option(help="Only this model: its label, or the first digits of its weights.")]
+Identity = Annotated[
+    str | None, typer.Option(help="Only this model: its label, or four or more first digits of its weights.")
+]
 
 
 @pool_app.command()

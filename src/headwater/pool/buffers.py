@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ class RawBuffer:
     """
 
     address: int
+    _: KW_ONLY
     layer_stride: int | None = None
     head_stride: int | None = None
 

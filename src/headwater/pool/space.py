@@ -112,7 +112,7 @@ class Space:
     def match(self, keys: ChunkKeys, *, max_tokens: int | None = None) -> Match:
         """The longest run of complete chunks from the start, then the longest tail that fits.
 
-        Takes no lock and changes nothing. Costs about a microsecond a chunk, and one SHA-256 for each tail that the
+        Takes no lock and changes nothing. Costs a microsecond or two a chunk, and one SHA-256 for each tail that the
         last chunk's record lists (eight at most).
         """
         limit = keys.num_tokens if max_tokens is None else min(max_tokens, keys.num_tokens)

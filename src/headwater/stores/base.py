@@ -33,7 +33,7 @@ class Status(IntEnum):
     MISS = 2  # read: not there, or gone meanwhile
     DAMAGED = 3  # read: its bytes did not verify; it has been removed and counted
     TIMEOUT = 4  # the deadline passed; nothing was stored, or what was read must not be used
-    BUSY = 5  # write: another server is writing this chunk right now
+    BUSY = 5  # write: another server, or another thread of this one, is writing this chunk right now
     FULL = 6  # write: no room, and nothing that may be evicted
     NO_PARENT = 7  # write: the chunk before this one is not in the store, so this one could never be found
     LOST = 8  # write: the reservation was taken away (over-age, aborted by another rank, cleared)
@@ -95,7 +95,8 @@ class ChunkInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreStats:
-    """A store at one moment. Byte counts are exact; event counts are since the store was created."""
+    """A store at one moment. Byte counts are exact; event counts are since the store was created, or since noise in the
+    index destroyed them."""
 
     url: str
     capacity_bytes: int

@@ -193,7 +193,7 @@ def _require_index(url: StoreUrl) -> None:
     if _read_geometry(url, path) is None:
         raise StoreDamagedError(
             f"{url}: the index is unreadable; a server that opens it makes a new one, "
-            "and `headwater pool clear --remove` deletes it"
+            f"and `headwater pool clear --remove {StoreUrl(url.scheme, url.path)}` deletes it"
         )
 
 
@@ -300,7 +300,7 @@ def _new_geometry(url: StoreUrl) -> Geometry:
 def _check_settings(url: StoreUrl, geometry: Geometry) -> None:
     """What the URL says must be what the store is. What it does not say is as it is."""
     capacity, index, segment = (url.size(name) for name in ("capacity", "index", "segment"))
-    data, unit = geometry.data_space, geometry.unit_bytes
+    data, unit, bare = geometry.data_space, geometry.unit_bytes, StoreUrl(url.scheme, url.path)
     for name, asked, actual in (
         ("capacity", capacity, geometry.capacity),
         ("index", index and index_size(geometry.capacity, index), geometry.index_bytes),
@@ -313,10 +313,13 @@ def _check_settings(url: StoreUrl, geometry: Geometry) -> None:
         if asked is not None and asked != actual:
             raise SettingsMismatchError(
                 f"{url}: the store exists with {name}={format_size(actual)}; leave the option out, "
-                "or remove the store first (headwater pool clear --remove)"
+                f"or remove the store first (headwater pool clear --remove {bare})"
             )
     if url.options.get("policy", geometry.policy) != geometry.policy:
-        raise SettingsMismatchError(f"{url}: the store exists with policy={geometry.policy}")
+        raise SettingsMismatchError(
+            f"{url}: the store exists with policy={geometry.policy}; leave the option out, "
+            f"or remove the store first (headwater pool clear --remove {bare})"
+        )
 
 
 def _check_owner(url: StoreUrl, directory: str) -> None:

@@ -99,7 +99,7 @@ class Index:
 
     # ---- reading, without a lock --------------------------------------------------------------------------------
     def find(self, key: bytes) -> Entry | None:
-        """The record of `key`, whatever its state; None where there is none that verifies. About 1.5 µs."""
+        """The record of `key`, whatever its state; None where there is none that verifies. A microsecond or two."""
         directory, mask, home = self._directory, self._mask, _U64.unpack_from(key)[0]
         suspect = False
         for attempt in range(_TRIES):

@@ -38,6 +38,7 @@ PENDING_SHARE = 4
 MAX_PENDING_NS = 30_000_000_000
 """A reservation older than this is given up by whoever needs the room or the key."""
 _MAX_ROUNDS = 64
+_PLAUSIBLE = 1 << 56
 
 
 class Janitor:
@@ -274,7 +275,8 @@ class Janitor:
         for counter in (Word.USED_UNITS, Word.USED_CELLS, Word.PENDING, Word.CHUNKS):
             words[counter] = 0
         for counter in (Word.EVICTED, Word.DAMAGED, Word.STORED, Word.ABORTED, Word.REBUILDS, Word.STORED_BYTES):
-            words[counter] = min(words[counter], 1 << 62)
+            # What happened is in no record: kept where it can be true, begun anew where it is noise.
+            words[counter] = words[counter] if words[counter] < _PLAUSIBLE else 0
         self._candidates = []
         keys: set[bytes] = set()
         places: set[tuple[int, int]] = set()

@@ -8,6 +8,7 @@ even if its reservation was taken away.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -223,8 +224,8 @@ class Writer:
         stored = self._index.payload(entry)
         if stored is not None and stored != space.payload:
             raise SpecMismatchError(
-                f"this store holds KV of the same weights under another spec: it has {stored[:500]!r}, "
-                f"asked for {space.payload[:500]!r}; one of the two servers describes its cache wrongly"
+                f"this store holds KV of the same weights under another spec: it has {_spec_text(stored)}, asked for "
+                f"{space.spec}; one of the two servers describes its cache wrongly"
             )
 
     def _insert_node(
@@ -410,6 +411,13 @@ class Writer:
         self._index.words[Word.ABORTED] += 1
         if self._index.words[Word.SWEEP]:
             self.core.janitor.sweep(published)
+
+
+def _spec_text(payload: bytes) -> str:
+    try:
+        return str(KVSpec.from_canonical(json.loads(payload)["spec"]))
+    except (ValueError, KeyError, TypeError):
+        return "one that cannot be read"
 
 
 def _fill_mapped(extent: Tiles, layers: range, heads: range, tiles: Tiles) -> list[int]:
