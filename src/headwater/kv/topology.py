@@ -69,6 +69,14 @@ class Shard:
     replicas: int = 1
     replica: int = 0
 
+    def __post_init__(self) -> None:
+        ranges = self.layers.start >= 0 and self.layers.step >= 1 and self.heads.start >= 0 and self.heads.step == 1
+        if not ranges or not 0 <= self.part < self.split.parts or not 0 <= self.replica < self.replicas:
+            raise TopologyError(
+                f"no rank holds layers {self.layers}, heads {self.heads}, part {self.part} of {self.split.parts}, "
+                f"replica {self.replica} of {self.replicas}: layers ascend, heads are consecutive, numbers count from 0"
+            )
+
     def writes(self, chunk_index: int, layer: int) -> bool:
         """Whether this rank is the one, of the replicas that hold the same rows, that writes this layer's tiles."""
         return (chunk_index + layer) % self.replicas == self.replica

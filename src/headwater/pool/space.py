@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from headwater.errors import BufferMismatchError, InvalidArgumentError
-from headwater.kv.hashing import ChunkKeys, ChunkRef, Extra, Tokens, root_key
+from headwater.kv.hashing import KEY_BYTES, ChunkKeys, ChunkRef, Extra, Tokens, root_key
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard
@@ -71,7 +72,8 @@ class Space:
         self.identity = identity
         self._count = count
         self._roots: dict[bytes, RootRef] = {}
-        self._leases: dict[str, tuple[bytes, Lease | None]] = {}
+        self._leases: dict[str, Lease] = {}
+        self._pid = os.getpid()
         self._lock = ForkSafeLock()
         self._any_root = self.root()
 
@@ -140,26 +142,29 @@ class Space:
         if not match.chunks:
             return RequestLease(match, lambda: self.release(request_id), False)
         last = match.chunks[-1]
-        with self._lock:
-            held = self._leases.get(request_id)
-        if held is None or held[0] != last.key or held[1] is None:
-            taken = self._store.lease(self._any_root, last.key)
+        # Always a new one: the chunk that was leased may have been cleared and written again since.
+        taken = self._store.lease(self._any_root, last.key)
+        if taken is not None:
             with self._lock:
-                old = self._leases.pop(request_id, None)
-                if taken is not None:
-                    self._leases[request_id] = (last.key, taken)
-            if old is not None and old[1] is not None:
-                old[1].release()
-            held = (last.key, taken)
-        self._store.touch(last.key)
-        return RequestLease(match, lambda: self.release(request_id), held[1] is not None)
+                old = self._own_leases().get(request_id)
+                self._leases[request_id] = taken
+            if old is not None:
+                old.release()
+            self._store.touch(last.key)
+        return RequestLease(match, lambda: self.release(request_id), taken is not None)
 
     def release(self, request_id: str) -> None:
         """End a request's lease, if it has one."""
         with self._lock:
-            held = self._leases.pop(request_id, None)
-        if held is not None and held[1] is not None:
-            held[1].release()
+            held = self._own_leases().pop(request_id, None)
+        if held is not None:
+            held.release()
+
+    def _own_leases(self) -> dict[str, Lease]:
+        """This process's leases: a forked child has none of its parent's."""
+        if self._pid != os.getpid():
+            self._pid, self._leases = os.getpid(), {}
+        return self._leases
 
     # ---- moving bytes -------------------------------------------------------------------------------------------
     def empty(self, chunk: ChunkRef, shard: Shard) -> Tiles:
@@ -187,7 +192,12 @@ class Space:
             return self.read_pieces(pieces, deadline_s=deadline_s)
         shape = self._shape(chunks[0], shard)
         fits = out.shape[1:] == shape and out.dtype == np.uint8 and out.strides[3] == 1 and out.flags.writeable
-        if not fits or (shard.split.parts > 1 and len({self._shape(chunk, shard) for chunk in chunks}) > 1):
+        sizes = (
+            {chunk.num_tokens for chunk in chunks}
+            if shard.split.parts == 1
+            else {self._shape(c, shard) for c in chunks}
+        )
+        if not fits or len(sizes) > 1 or _overlaps(out):
             raise BufferMismatchError(
                 f"one array for {len(chunks)} chunks must be writeable uint8 of shape {(len(chunks), *shape)}, each "
                 f"tile contiguous, and the chunks of one size; got {out.dtype} of shape {out.shape}"
@@ -290,8 +300,11 @@ class Space:
 
     def _shape(self, chunk: ChunkRef, shard: Shard) -> tuple[int, int, int]:
         spec, layers, heads = self.ref.spec, shard.layers, shard.heads
-        if not 0 < chunk.num_tokens <= self.ref.chunk_tokens:
-            raise InvalidArgumentError(f"a chunk has 1 to {self.chunk_tokens} tokens, not {chunk.num_tokens}")
+        tokens, number = chunk.num_tokens, chunk.number
+        if type(tokens) is not int or not 0 < tokens <= self.ref.chunk_tokens or len(chunk.key) != KEY_BYTES:
+            raise InvalidArgumentError(f"a chunk has a key and 1 to {self.chunk_tokens} tokens, not {tokens!r}")
+        if not 0 <= number < 1 << 32 or chunk.first_token != number * self.ref.chunk_tokens:
+            raise InvalidArgumentError(f"chunk {number} does not begin at token {chunk.first_token}")
         if layers.start < 0 or layers.stop > spec.num_layers or heads.start < 0 or heads.stop > spec.num_kv_heads:
             raise InvalidArgumentError(f"{shard} does not fit a model of {spec}")
         rows = chunk.num_tokens
@@ -304,6 +317,19 @@ class Space:
         others = set(statuses) if good < len(statuses) else (Status.OK,)
         counts = {f"{verb}_{status.name.lower()}": statuses.count(status) for status in others}
         self._count(**{f"{verb}_bytes": moved, **counts})
+
+
+def _overlaps(array: Tiles) -> bool:
+    """Whether two tiles of an array share memory: one of them would be overwritten after it was found right."""
+    axes = sorted(
+        (abs(stride), length) for stride, length in zip(array.strides, array.shape, strict=True) if length > 1
+    )
+    span = 1
+    for stride, length in axes:
+        if stride < span:
+            return True
+        span = stride * (length - 1) + span
+    return False
 
 
 def _moved(pieces: Sequence[Piece], statuses: Sequence[Status]) -> int:

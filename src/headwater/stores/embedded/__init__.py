@@ -233,7 +233,7 @@ def _settle(core: Core) -> None:
         words[Word.DIRTY] = 1
 
     def work() -> None:
-        core.janitor.sweep(core.members.published())
+        core.janitor.sweep()
         words[Word.BOOT] = boot
 
     with contextlib.suppress(DeadlineError):

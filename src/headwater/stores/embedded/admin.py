@@ -52,15 +52,11 @@ class Admin:
         core = self._core
 
         def work() -> list[Status]:
-            published, statuses = core.members.published(), []
-            for key in keys:
-                entry = core.index.find(key)
-                found = entry is not None and entry.record.kind == CHUNK
-                if entry is not None and found:
-                    core.janitor.remove(entry, published)
-                statuses.append(Status.OK if found else Status.MISS)
-            core.janitor.sweep(published)
-            return statuses
+            found = [core.index.find(key) for key in keys]
+            chunks = [e if e is not None and e.record.kind == CHUNK else None for e in found]
+            core.janitor.remove(list({e.cell: e for e in chunks if e is not None}.values()))
+            core.janitor.sweep()
+            return [Status.OK if e is not None else Status.MISS for e in chunks]
 
         return core.transact(work, deadline)
 
@@ -73,32 +69,26 @@ class Admin:
         def cut() -> list[Entry]:
             entries = core.janitor.entries()
             spaces = {(e.cell, e.record.id): _payload(core, e) for e in entries if e.record.kind == SPACE}
-            for entry in entries:
-                if entry.record.kind == ROOT and entry.state == COMPLETE:
-                    space = spaces.get((entry.record.parent_cell, entry.record.parent_id), {})
-                    if match is None or match(space, _payload(core, entry)):
-                        core.janitor.remove(entry, set())
-            core.index.words[Word.SWEEP] = 0  # what is orphaned now goes below, in small steps
+            roots = [e for e in entries if e.record.kind == ROOT and e.state == COMPLETE]
+            above = [spaces.get((e.record.parent_cell, e.record.parent_id), {}) for e in roots]
+            chosen = [e for e, s in zip(roots, above, strict=True) if match is None or match(s, _payload(core, e))]
+            core.janitor.remove(chosen)
             return orphans(core.janitor.entries())
 
-        def drop(batch: list[Entry]) -> int:
-            published, gone = core.members.published(), 0
-            for old in batch:
-                entry = core.index.entry(old.cell, old.record.key)
-                if entry is not None and entry.record.id == old.record.id and entry.state != LIMBO:
-                    core.janitor.remove(entry, published)
-                    gone += entry.state == COMPLETE and entry.record.kind == CHUNK
-            core.janitor.sweep(published)
-            return gone
+        def drop(batch: list[Entry]) -> None:
+            found = [(old, core.index.entry(old.cell, old.record.key)) for old in batch]
+            core.janitor.remove([e for old, e in found if e and e.record.id == old.record.id and e.state != LIMBO])
 
+        # Nothing can be found any more after the first transaction. The room comes back in small steps; whoever comes
+        # after a death in between is told to sweep by the mark that the first one left.
         lost = core.transact(cut, time.monotonic() + _ADMIN_DEADLINE_S)
-        cleared = 0
-        for start in range(0, max(len(lost), 1), _SWEEP_BATCH):
+        for start in range(0, len(lost), _SWEEP_BATCH):
             batch = lost[start : start + _SWEEP_BATCH]
-            cleared += core.transact(partial(drop, batch), time.monotonic() + _ADMIN_DEADLINE_S)
+            core.transact(partial(drop, batch), time.monotonic() + _ADMIN_DEADLINE_S)
             if progress is not None:
                 progress(start + len(batch), len(lost))
-        return cleared
+        core.transact(core.janitor.sweep, time.monotonic() + _ADMIN_DEADLINE_S)
+        return sum(entry.state == COMPLETE and entry.record.kind == CHUNK for entry in lost)
 
     def scan(self) -> list[ChunkInfo]:
         """Every complete chunk whose prefix is there."""

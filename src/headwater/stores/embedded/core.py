@@ -9,12 +9,13 @@ from __future__ import annotations
 import errno
 import logging
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from headwater.errors import DeadlineError, HeadwaterError, StoreClosedError, StoreDamagedError
+from headwater.errors import DeadlineError, HeadwaterError, StoreClosedError, StoreDamagedError, StoreError
 from headwater.kv.topology import Shard
 from headwater.locks import ForkSafeLock
 from headwater.stores.embedded.data import Data
@@ -75,7 +76,7 @@ class Core:
         self.janitor = Janitor(geometry, index, members, data, policy)
         self.claims = Claims()
         self.closed = False
-        self._users = 0
+        self._users: list[int] = []
         self._users_lock = ForkSafeLock()
         self._grow_after = 0.0
 
@@ -85,12 +86,12 @@ class Core:
         with self._users_lock:
             if self.closed:
                 raise StoreClosedError(f"{self.name} was closed")
-            self._users += 1
+            self._users.append(threading.get_ident())
         try:
             yield self
         finally:
-            with self._users_lock:
-                self._users -= 1
+            with self._users_lock, suppress(ValueError):  # a forked child begins with nobody inside
+                self._users.remove(threading.get_ident())
 
     def transact(self, work: Callable[[], T], deadline: float) -> T:
         """Run `work` under the write lock. Raises DeadlineError where the lock is not to be had in time."""
@@ -152,7 +153,7 @@ class Core:
         """In a forked child: a member of its own, with locks of its own."""
         self.data.after_fork()
         self.claims = Claims()
-        self._users = 0
+        self._users = []
         try:
             self.members.after_fork()
         except (OSError, HeadwaterError) as error:
@@ -162,11 +163,18 @@ class Core:
     def close(self) -> None:
         """Let go of files and mappings, after those who stand inside have left."""
         with self._users_lock:
+            if threading.get_ident() in self._users:
+                raise StoreError(f"{self.name}: closed from inside one of its own operations")
             already, self.closed = self.closed, True
         if already:
             return
         while self._users:  # every operation has a deadline
             time.sleep(0.0005)
+        if self.data.busy:
+            # A write hangs in the kernel. Its extent stays fenced and its files open until the process ends, or the
+            # bytes might go into whatever else gets the same place or the same descriptor.
+            log.warning("%s: closed while a late write hangs; its files stay open", self.name)
+            return
         self.index.close()
         self.data.close()
         self.members.close()

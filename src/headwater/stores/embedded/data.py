@@ -6,6 +6,7 @@ fault cannot time out. Segments get their storage when first needed (`back`), ou
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import queue
@@ -35,6 +36,10 @@ class Data(Protocol):
     """Segments of bytes, addressed by one global offset. A range never crosses a segment."""
 
     mapped: bool
+
+    @property
+    def busy(self) -> bool:
+        """Whether anybody still writes, late."""
 
     def back(self, segment: int) -> None:
         """Give a segment storage. Raises OSError where there is none. Idempotent, slow, takes no lock."""
@@ -68,6 +73,7 @@ class MappedData:
     """Segments that the CPU can address. With a directory they are files in it, without one private memory."""
 
     mapped = True
+    busy = False
 
     def __init__(self, geometry: Geometry, directory: str | None) -> None:
         self._geometry = geometry
@@ -75,6 +81,7 @@ class MappedData:
         self._mappings: list[mmap.mmap | None] = [None] * geometry.num_segments
         self.segments: list[Bytes] = [_NOTHING] * geometry.num_segments
         """Each segment's bytes; empty until it is first needed in this process."""
+        self._closed = False
         self.addresses = np.zeros(geometry.num_segments, np.int64)
         """Where each begins, once it is attached."""
         self.segment_bytes = geometry.segment_bytes
@@ -119,6 +126,7 @@ class MappedData:
         return
 
     def close(self) -> None:
+        self._closed = True
         self.segments = [_NOTHING] * len(self.segments)
         for mapping in self._mappings:
             if mapping is not None:
@@ -133,6 +141,8 @@ class MappedData:
             array = self.segments[segment]
             if array.size:
                 return array
+            if self._closed:
+                raise OSError(errno.EBADF, "the store was closed")
             size = self._geometry.segment_size(segment)
             if self._directory is None:
                 # Private, so that a forked child gets a copy and not a share without a lock.
@@ -176,6 +186,10 @@ class FileData:
         self._lock = ForkSafeLock()
         self._workers = Workers(4)
         self._nowait = hasattr(os, "RWF_NOWAIT")
+
+    @property
+    def busy(self) -> bool:
+        return self._workers.jobs > 0
 
     def back(self, segment: int) -> None:
         os.posix_fallocate(self._fd(segment, os.O_CREAT), 0, self._geometry.segment_size(segment))
@@ -297,11 +311,13 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self._count = count
+        self.jobs = 0
+        """Calls that have not ended."""
         self._jobs: queue.SimpleQueue[tuple[Callable[[], object], list[object], threading.Event] | None] | None = None
         self._lock = ForkSafeLock()
 
     def call(self, work: Callable[[], object], deadline: float) -> object:
-        """Run `work` in a thread. Its result, the OSError it raised, or None where it is late."""
+        """Run `work` in a thread. Its result, the exception it raised, or None where it is late."""
         with self._lock:
             if self._jobs is None:
                 self._jobs = queue.SimpleQueue()
@@ -309,9 +325,18 @@ class Workers:
                     name = f"headwater-io-{number}"
                     threading.Thread(target=_serve, args=(self._jobs,), name=name, daemon=True).start()
             jobs = self._jobs
+            self.jobs += 1
         outcome: list[object] = []
         ready = threading.Event()
-        jobs.put((work, outcome, ready))
+
+        def counted() -> object:
+            try:
+                return work()
+            finally:
+                with self._lock:
+                    self.jobs -= 1
+
+        jobs.put((counted, outcome, ready))
         return outcome[0] if ready.wait(max(0.0, deadline - time.monotonic())) else None
 
     def close(self) -> None:
@@ -328,6 +353,6 @@ def _serve(jobs: queue.SimpleQueue[tuple[Callable[[], object], list[object], thr
         work, outcome, ready = job
         try:
             outcome.append(work())
-        except OSError as error:
-            outcome.append(error)
+        except Exception as error:
+            outcome.append(error)  # whoever called sees that it is no result; the thread lives on
         ready.set()

@@ -84,6 +84,7 @@ class Index:
         self._ages = view[g.ages_offset : g.ages_offset + 8 * (g.num_cells // AGE_CELLS + 1)].cast("Q")
         self._age_column = np.frombuffer(mapping, "<i8", g.num_cells // AGE_CELLS + 1, g.ages_offset)
         self._heap = g.heap_offset
+        self._stopped_seq = -1
         self._words_of_heap = np.frombuffer(mapping, "<u8", g.num_cells * (CELL // 8), g.heap_offset).reshape(-1, 8)
         self.state_words = view[g.heap_offset : g.heap_offset + g.num_cells * CELL].cast("Q")
         self.state_column = self._words_of_heap.reshape(-1)
@@ -118,8 +119,12 @@ class Index:
                 suspect = True
             if not suspect and not before & 1 and before == self.words[Word.SEQ]:
                 return None
-            # The directory was being rearranged, or the record rewritten: look again.
+            # The directory was being rearranged, or the record rewritten: look again, unless whoever does it was
+            # found stopped there before.
+            if before & 1 and before == self._stopped_seq:
+                break
             time.sleep(0 if attempt < 2 else 0.0002)
+        self._stopped_seq = self.words[Word.SEQ]
         if suspect:
             self.words[Word.SUSPECT] = 1
         return None
@@ -200,6 +205,7 @@ class Index:
     def heads(self) -> Heads:
         """Columns over everything in the heap that looks like a record. One pass over the heap, 4 GB/s or so."""
         rows = self._words_of_heap
+        rows = rows[:-2]  # a record's head takes three cells
         looks = (rows[:, MAGIC_AT // 8] == np.uint64(RECORD_MAGIC)) & ((rows[:, 0] & np.uint64(7)) != 0)
         cell = np.flatnonzero(looks)
         counts = rows[cell, CHILDREN // 8]
@@ -296,6 +302,8 @@ class Index:
     def put_sums(self, entry: Entry, first: int, sums: list[int]) -> bool:
         """Note checksums `first …` of a pending record; False if one was noted before with another value."""
         base = self._heap + entry.cell * CELL + HEAD_BYTES
+        if first < 0 or first + len(sums) > entry.record.num_sums:
+            raise IndexDamage("checksums outside their record")
         count, packed = len(sums), struct.pack(f"<{len(sums)}Q", *sums)
         flags = base + 8 * entry.record.num_sums + first
         known = self._map[flags : flags + count]
@@ -352,6 +360,13 @@ class Index:
         others = [length for length in _TAILS.unpack_from(self._map, start) if length not in (0, num_tokens)]
         lengths = [num_tokens, *others][:NUM_TAILS]
         _TAILS.pack_into(self._map, start, *lengths, *[0] * (NUM_TAILS - len(lengths)))
+
+    def recount(self, entry: Entry) -> None:
+        """Count anew how many checksums a pending record lacks: its writer may have died between the two."""
+        base = self._heap + entry.cell * CELL
+        flags = base + HEAD_BYTES + 8 * entry.record.num_sums
+        missing = self._map[flags : flags + entry.record.num_sums].count(0)
+        _U32.pack_into(self._map, base + REMAINING, missing)
 
     def reset_derived(self, entry: Entry) -> None:
         """Before a rebuild counts them anew: no children, no tails."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -95,27 +95,41 @@ class Janitor:
         words[Word.UNIT_HINT] = start
 
     # ---- removal ------------------------------------------------------------------------------------------------
-    def remove(self, entry: Entry, touched: set[int]) -> None:
-        """Take a record out of sight and free what nobody touches. Its children become orphans, never visible."""
+    def remove(self, entries: Sequence[Entry]) -> int:
+        """Take records out of sight and free what nobody touches; how many were freed.
+
+        In this order, as for eviction: hide, look who touches them, free. A reader publishes, then looks whether the
+        record is still there. Their children become orphans, never visible.
+        """
+        for entry in entries:
+            self._hide(entry)
+        touched = self._members.published()
+        free = [entry for entry in entries if entry.record.id not in touched or not entry.record.length]
+        for entry in free:
+            self._release(entry)
+        return len(free)
+
+    def _hide(self, entry: Entry) -> None:
+        """Unreachable from now on, its bytes held back: a record in limbo."""
         index, record, words = self._index, entry.record, self._index.words
-        if entry.state != LIMBO:
-            index.unlink(entry.cell, record.key)
-            if entry.state == PENDING:
-                words[Word.PENDING] -= min(record.length, words[Word.PENDING])
-            elif record.kind == CHUNK:
-                words[Word.CHUNKS] -= min(1, words[Word.CHUNKS])
-            if index.counts(entry.cell)[0]:
-                words[Word.SWEEP] = 1
-        if record.length and record.id in touched:
-            if entry.state != LIMBO:
-                index.set_state(entry, LIMBO)
-                self._forget_child(record.parent_cell, record.parent_id)
+        if entry.state == LIMBO:
             return
-        index.free(entry)
+        index.unlink(entry.cell, record.key)
         if record.length:
+            index.set_state(entry, LIMBO)
+        if entry.state == PENDING:
+            words[Word.PENDING] -= min(record.length, words[Word.PENDING])
+        elif record.kind == CHUNK:
+            words[Word.CHUNKS] -= min(1, words[Word.CHUNKS])
+        if index.counts(entry.cell)[0]:
+            words[Word.SWEEP] = 1
+        self._forget_child(record.parent_cell, record.parent_id)
+
+    def _release(self, entry: Entry) -> None:
+        """Give a hidden record's cells and bytes back."""
+        self._index.free(entry)
+        if entry.record.length:
             self.free_units(entry)
-        if entry.state != LIMBO:
-            self._forget_child(record.parent_cell, record.parent_id)
 
     def _forget_child(self, parent_cell: int, parent_id: int) -> None:
         parent = self._index.entry(parent_cell)
@@ -124,7 +138,7 @@ class Janitor:
         self._index.add_child(parent_cell, -1)
         # Roots and spaces exist for their children only.
         if parent.record.kind in (SPACE, ROOT) and not self._index.counts(parent_cell)[0]:
-            self.remove(parent, set())
+            self.remove([parent])
 
     def expired(self, entry: Entry) -> bool:
         """Whether a pending record's writers are dead or took too long."""
@@ -147,7 +161,7 @@ class Janitor:
                 if refilled or victims:
                     break
                 refilled = True
-                if self.sweep(published):
+                if self.sweep():
                     return True
                 self._refill(published)
                 continue
@@ -163,7 +177,8 @@ class Janitor:
                 self._index.set_state(entry, COMPLETE)
                 continue
             self._inherit_age(entry)
-            self.remove(entry, published)
+            self._hide(entry)
+            self._release(entry)
             self._index.words[Word.EVICTED] += 1
             freed = True
         return freed
@@ -211,7 +226,7 @@ class Janitor:
         for cell in leaves[~is_chunk].tolist():
             node = self._index.entry(cell)  # a root or space whose only writer found no room
             if node is not None and node.record.kind in (SPACE, ROOT):
-                self.remove(node, published)
+                self.remove([node])
         leaves, fixed = leaves[is_chunk], fixed[is_chunk]
         if not leaves.size:
             return
@@ -227,27 +242,19 @@ class Janitor:
         heapq.heapify(self._candidates)
 
     # ---- sweeping -----------------------------------------------------------------------------------------------
-    def sweep(self, published: set[int]) -> int:
+    def sweep(self) -> int:
         """Free what is dead: limbo that nobody touches, reservations of the dead, orphans. How many records went."""
-        heads = self._index.heads()
-        removed = 0
+        heads, words = self._index.heads(), self._index.words
+        dead = []
         for cell in heads.cell[(heads.state == LIMBO) | (heads.state == PENDING)].tolist():
             entry = self._index.entry(cell)
-            if entry is None or (entry.state == PENDING and not self.expired(entry)):
-                continue
-            if entry.state == LIMBO and entry.record.id in published:
-                continue
-            if entry.state == PENDING:
-                self._index.words[Word.ABORTED] += 1
-            self.remove(entry, published)
-            removed += 1
-        if self._index.words[Word.SWEEP]:
-            self._index.words[Word.SWEEP] = 0
-            entries = self.entries()
-            for entry in orphans(entries):
-                self.remove(entry, published)
-                removed += 1
-            self._index.words[Word.SWEEP] = 0
+            if entry is not None and (entry.state == LIMBO or self.expired(entry)):
+                words[Word.ABORTED] += entry.state == PENDING
+                dead.append(entry)
+        removed = self.remove(dead)
+        if words[Word.SWEEP]:
+            removed += self.remove(orphans(self.entries()))
+            words[Word.SWEEP] = 0
         return removed
 
     def entries(self) -> list[Entry]:
@@ -311,6 +318,7 @@ class Janitor:
             index.add_child(record.parent_cell, 1)
         if entry.state == PENDING:
             index.words[Word.PENDING] += record.length
+            index.recount(entry)
         elif record.kind == CHUNK:
             index.words[Word.CHUNKS] += 1
             if record.is_tail:

@@ -77,6 +77,7 @@ class Plan:
                 statuses[i] = Status.DAMAGED
 
 
+_CLOCK_LOADS = 64
 _CLOCK_BYTES = 4 << 20
 """How much is copied between two looks at the clock: about a millisecond's worth."""
 _KNOWN_CHUNKS = 4096
@@ -152,6 +153,8 @@ class Reader:
         statuses = [Status.OK] * len(pieces)
         loaded: list[Loaded | None] = [None] * len(pieces)
         for i, (chunk, shard, tiles) in enumerate(pieces):
+            if i % _CLOCK_LOADS == _CLOCK_LOADS - 1 and time.monotonic() >= deadline:
+                return [Status.TIMEOUT] * len(pieces)
             found = self._loaded.get(chunk.key)
             if found is None or not found.still(words, spec, chunk.num_tokens):
                 found = self.load(spec, chunk)
@@ -186,6 +189,8 @@ class Reader:
         for i in np.flatnonzero(~good).tolist():
             if chunks[i].num_tokens != chunks[0].num_tokens:
                 raise BufferMismatchError("one array for all needs chunks of one size; read the tail by itself")
+            if i % _CLOCK_LOADS == _CLOCK_LOADS - 1 and time.monotonic() >= deadline:
+                return [Status.TIMEOUT] * len(chunks)
             found = self.load(spec, chunks[i])
             if found is None:
                 statuses[i] = Status.MISS
@@ -202,8 +207,9 @@ class Reader:
         owners, sources = np.repeat(planned, len(spots)), data.addresses[segments] + starts
         _copy_tiles(tiles, owners, places.ravel(), sources.ravel(), sums[planned].ravel(), statuses, deadline)
         self._index.touch_all(cells[planned], time.time_ns())
-        if Status.DAMAGED in statuses:
-            self._settle([self._loaded.get(chunk.key) for chunk in chunks], statuses, deadline)
+        for i in [i for i, status in enumerate(statuses) if status == Status.DAMAGED]:
+            # Once more, the way that knows which record it read: gone, written anew, or really damaged.
+            statuses[i] = self.read(root, [Piece(chunks[i], shard, tiles[i])], deadline)[0]
         return statuses
 
     def _settle(self, loaded: list[Loaded | None], statuses: list[Status], deadline: float) -> None:
@@ -311,9 +317,8 @@ class Reader:
             now = self._index.find(entry.record.key)
             if now is None or now.state != COMPLETE or now.record.id != entry.record.id:
                 return Status.MISS
-            published = self._core.members.published()
-            self._core.janitor.remove(now, published)
-            self._core.janitor.sweep(published)
+            self._core.janitor.remove([now])
+            self._core.janitor.sweep()
             self._index.words[Word.DAMAGED] += 1
             return Status.DAMAGED
 

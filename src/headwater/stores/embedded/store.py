@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from headwater.errors import StoreClosedError
+from headwater.errors import InvalidArgumentError, StoreClosedError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import (
@@ -55,7 +55,10 @@ class EmbeddedStore:
         return self._core.use()
 
     def _deadline(self, deadline_s: float | None) -> float:
-        return time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
+        seconds = self._deadline_s if deadline_s is None else deadline_s
+        if not seconds >= 0:
+            raise InvalidArgumentError(f"deadline_s is {deadline_s}; expected a number of seconds")
+        return time.monotonic() + min(seconds, 86400.0)
 
     # ---- the data path ------------------------------------------------------------------------------------------
     def check_space(self, space: SpaceRef) -> None:

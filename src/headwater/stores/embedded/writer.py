@@ -7,22 +7,28 @@ even if its reservation was taken away.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-
-from headwater.errors import DeadlineError, HeadwaterError, SpecMismatchError, StoreDamagedError
-from headwater.kv.format import EMPTY_CHECKSUM, checksum, part_rows, scatter_part
+from headwater.errors import (
+    DeadlineError,
+    HeadwaterError,
+    InvalidArgumentError,
+    SpecMismatchError,
+    StoreClosedError,
+    StoreDamagedError,
+)
+from headwater.kv.format import checksum, part_rows, scatter_part
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import Piece, RootRef, SpaceRef, Status, Tiles
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import Sources
+from headwater.stores.embedded.fill import empty_payload, fill_mapped, row_runs, sum_runs
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.janitor import PENDING_SHARE
 from headwater.stores.embedded.layout import CHUNK, COMPLETE, PENDING, ROOT, SPACE, Record, Word
@@ -46,28 +52,48 @@ class Ticket:
         self.status = status
         self.entry = entry
         self._open = entry is not None
+        self._pid = os.getpid()
 
     @property
     def tiles(self) -> Tiles | None:
         """The extent's bytes as (layers, heads, tile bytes), to be filled in place; None where there is no extent."""
-        if self.entry is None or not self._open or not self._writer.core.data.mapped:
+        core = self._writer.core
+        if self.entry is None or not self._is_open or not core.data.mapped:
             return None
-        return extent_tiles(self._writer.core, self._spec, self.entry)
+        with core.use():
+            return extent_tiles(core, self._spec, self.entry)
+
+    @property
+    def _is_open(self) -> bool:
+        # A forked child has published nothing, so its parent's tickets are not its own.
+        return self._open and self._pid == os.getpid()
 
     def commit(self, layers: range, heads: range, part: int, sums: Sequence[int], deadline_s: float = 1.0) -> Status:
         """See `stores.base.Reservation.commit`."""
-        deadline = time.monotonic() + deadline_s
-        return self._writer.commit([(self, layers, heads, part, list(sums))], self._spec, deadline)[0]
+        if self.entry is None or self._pid != os.getpid():
+            return Status.LOST
+        record, values = self.entry.record, list(sums)
+        Shard(layers, heads, Split(record.parts, max(record.interleave, 1)), part)
+        fits = layers.stop <= self._spec.num_layers and heads.stop <= self._spec.num_kv_heads
+        if not fits or len(values) != len(layers) * len(heads) or not all(0 <= value < 1 << 64 for value in values):
+            raise InvalidArgumentError(
+                f"{len(values)} checksums were given for {layers} × {heads} of {self._spec}; expected 64 bits for each"
+            )
+        with self._writer.core.use():
+            deadline = time.monotonic() + deadline_s
+            return self._writer.commit([(self, layers, heads, part, values)], self._spec, deadline)[0]
 
     def abort(self) -> None:
         """See `stores.base.Reservation.abort`."""
-        if self._open:
-            self._writer.abort([self])
+        with contextlib.suppress(StoreClosedError):
+            if self._is_open:
+                with self._writer.core.use():
+                    self._writer.abort([self])
 
     def close(self) -> None:
         """See `stores.base.Reservation.close`."""
-        if self._open and self.entry is not None:
-            self._open = False
+        was_open, self._open = self._is_open, False
+        if was_open and self.entry is not None:
             self._writer.core.members.retract(self.entry.record.id)
 
 
@@ -98,6 +124,8 @@ class Writer:
                 if end > start and (size > limit or len(keys) > _BATCH_CHUNKS):
                     break
                 end += 1
+            if statuses and time.monotonic() >= deadline:
+                return statuses + [Status.TIMEOUT] * (len(pieces) - start)
             statuses += self._write_batch(root, pieces[start:end], deadline)
             start = end
         return statuses
@@ -123,7 +151,8 @@ class Writer:
                 ticket = tickets[chunk.key]
                 if ticket.entry is None or statuses[i] != Status.OK:
                     continue
-                sums = self._fill(spec, ticket.entry, shard, tiles, deadline)
+                late = time.monotonic() >= deadline
+                sums = None if late else self._fill(spec, ticket.entry, shard, tiles, deadline)
                 if sums is None:
                     statuses[i] = Status.TIMEOUT if time.monotonic() >= deadline else Status.FULL
                     self.abort([ticket])
@@ -132,9 +161,9 @@ class Writer:
             outcome = self.commit([commit for _, commit in commits], spec, deadline)
             for (i, _), status in zip(commits, outcome, strict=True):
                 statuses[i] = status
-            late = [tickets[pieces[i].chunk.key] for (i, _), s in zip(commits, outcome, strict=True) if not s.stored]
-            if late:
-                self.abort(late)
+            dropped = [tickets[pieces[i].chunk.key] for (i, _), s in zip(commits, outcome, strict=True) if not s.stored]
+            if dropped:
+                self.abort(dropped)
         finally:
             for claim in claimed:
                 self.core.claims.release(*claim)
@@ -159,7 +188,7 @@ class Writer:
         size, sums, runs = spec.tile_bytes(record.num_tokens), list[int](), list[Sources]()
         try:
             if data.mapped and split.parts == 1:
-                return _fill_mapped(extent_tiles(self.core, spec, entry), layers, heads, tiles)
+                return fill_mapped(extent_tiles(self.core, spec, entry), layers, heads, tiles)
             rows = part_rows(split, shard.part, record.first_token, record.num_tokens)
             for i, layer in enumerate(layers):
                 for j, head in enumerate(heads):
@@ -170,7 +199,7 @@ class Writer:
                     elif data.mapped:
                         scatter_part(spec, tiles[i, j], rows, record.num_tokens, data.view(offset, size))
                     else:
-                        runs += _row_runs(spec, offset, tiles[i, j], rows, record.num_tokens)
+                        runs += row_runs(spec, offset, tiles[i, j], rows, record.num_tokens)
         except OSError:
             return None  # the segment finds no storage
         # A late write goes on under its own publication of the extent, after this ticket is closed.
@@ -215,7 +244,7 @@ class Writer:
             return None
         entry = self._index.find(root.key)
         if entry is not None and entry.record.parent_id != space.record.id:
-            self.core.janitor.remove(entry, set())
+            self.core.janitor.remove([entry])
             entry = None
         return entry or self._insert_node(root.key, root.payload, ROOT, space, root.space.chunk_tokens)
 
@@ -297,7 +326,7 @@ class Writer:
                         return Status.BUSY
                     return entry if members.publish(entry.record.id) else Status.FULL
                 index.words[Word.ABORTED] += 1
-            janitor.remove(entry, members.published())
+            janitor.remove([entry])
         return self._reserve_new(root, chunk, split, parent)
 
     def _reserve_new(self, root: RootRef, chunk: ChunkRef, split: Split, parent: Entry) -> Entry | Status | None:
@@ -306,13 +335,13 @@ class Writer:
         length = spec.extent_bytes(chunk.num_tokens)
         pending_limit = self.core.geometry.data_bytes // PENDING_SHARE
         if words[Word.PENDING] + length > pending_limit:
-            janitor.sweep(members.published())
+            janitor.sweep()
             if words[Word.PENDING] + length > pending_limit:
                 return Status.FULL
         offset = janitor.allocate(length, evict=not self.core.can_grow)
         if offset < 0:
             return None if self.core.can_grow else Status.FULL
-        payload = _empty_payload(spec, split, chunk)
+        payload = empty_payload(spec, split, chunk)
         now = time.time_ns()
         record = Record(
             key=chunk.key,
@@ -346,7 +375,7 @@ class Writer:
             return Status.FULL if above is not None else Status.NO_PARENT
         words[Word.PENDING] += length
         if not members.publish(record.id):
-            janitor.remove(entry, set())
+            janitor.remove([entry])
             return Status.FULL
         return entry
 
@@ -373,7 +402,7 @@ class Writer:
             return Status.OK
         if entry.state != PENDING:
             return Status.LOST
-        if not all(index.put_sums(entry, at, run) for at, run in _sum_runs(spec, entry, layers, heads, part, sums)):
+        if not all(index.put_sums(entry, at, run) for at, run in sum_runs(spec, entry, layers, heads, part, sums)):
             self._drop(entry)
             return Status.LOST
         if index.complete(entry):
@@ -406,11 +435,10 @@ class Writer:
             return
 
     def _drop(self, entry: Entry) -> None:
-        published = self.core.members.published()
-        self.core.janitor.remove(entry, published)
+        self.core.janitor.remove([entry])
         self._index.words[Word.ABORTED] += 1
         if self._index.words[Word.SWEEP]:
-            self.core.janitor.sweep(published)
+            self.core.janitor.sweep()
 
 
 def _spec_text(payload: bytes) -> str:
@@ -418,67 +446,3 @@ def _spec_text(payload: bytes) -> str:
         return str(KVSpec.from_canonical(json.loads(payload)["spec"]))
     except (ValueError, KeyError, TypeError):
         return "one that cannot be read"
-
-
-def _fill_mapped(extent: Tiles, layers: range, heads: range, tiles: Tiles) -> list[int]:
-    """Copy each tile and hash it while it is in the cache. This loop is the write path's whole cost.
-
-    Views are made where they are used: made ahead, they would have left the cache again.
-    """
-    memmove, hashed, sums = ctypes.memmove, checksum, list[int]()
-    target, (layer_stride, head_stride, size) = extent.ctypes.data, (*extent.strides[:2], extent.shape[2])
-    source, (row_stride, tile_stride, _) = tiles.ctypes.data, tiles.strides
-    for i, layer in enumerate(layers):
-        place, tile = target + layer * layer_stride + heads.start * head_stride, source + i * row_stride
-        row = tiles[i]
-        for j in range(len(heads)):
-            memmove(place, tile, size)
-            sums.append(hashed(row[j]))
-            place, tile = place + head_stride, tile + tile_stride
-    return sums
-
-
-def _sum_runs(
-    spec: KVSpec, entry: Entry, layers: range, heads: range, part: int, sums: list[int]
-) -> Iterator[tuple[int, list[int]]]:
-    """Checksums in [layer][head] order as runs of consecutive places in the record."""
-    parts, width = entry.record.parts, len(heads)
-    if parts == 1 and width == spec.num_kv_heads and layers.step == 1:
-        yield layers.start * width, sums
-        return
-    for i, layer in enumerate(layers):
-        row = sums[i * width : (i + 1) * width]
-        first = (layer * spec.num_kv_heads + heads.start) * parts + part
-        yield from [(first, row)] if parts == 1 else [(first + j * parts, [s]) for j, s in enumerate(row)]
-
-
-def _row_runs(spec: KVSpec, offset: int, part: Tiles, rows: np.ndarray, num_tokens: int) -> list[Sources]:
-    """A part's rows as writes of consecutive rows, for data that cannot be addressed."""
-    runs: list[Sources] = []
-    if not len(rows):
-        return runs
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    starts, ends = [0, *breaks.tolist()], [*breaks.tolist(), len(rows)]
-    source = 0
-    for plane in spec.planes:
-        width = plane.row_bytes
-        for start, end in zip(starts, ends, strict=True):
-            piece = part[source + start * width : source + end * width]
-            runs.append((offset + int(rows[start]) * width, [piece]))
-        source += len(rows) * width
-        offset += num_tokens * width
-    return runs
-
-
-def _empty_payload(spec: KVSpec, split: Split, chunk: ChunkRef) -> bytes:
-    """Checksums and their flags before anything is written. Parts that hold no row of this chunk are done already."""
-    count = spec.num_tiles * split.parts
-    payload = bytearray(9 * count)
-    if split.parts > 1:
-        sums = memoryview(payload)[: 8 * count].cast("Q")
-        for part in range(split.parts):
-            if not split.count(part, chunk.first_token, chunk.num_tokens):
-                for tile in range(spec.num_tiles):
-                    sums[tile * split.parts + part] = EMPTY_CHECKSUM
-                    payload[8 * count + tile * split.parts + part] = 1
-    return bytes(payload)
