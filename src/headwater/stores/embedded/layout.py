@@ -283,8 +283,9 @@ def choose_geometry(
         raise CapacityError(f"capacity is {capacity} bytes; the smallest store has {MIN_CAPACITY}")
     index_bytes = index_size(capacity, index or capacity // 128)
     data = capacity - index_bytes - MEMBERS_BYTES
-    unit = 256
-    while unit < 65536 and data // unit > 131072:
+    # Small units waste less on small chunks; the map of them costs a byte each.
+    unit, most = 256, max(131072, min(1 << 22, index_bytes // 16))
+    while unit < 65536 and data // unit > most:
         unit *= 2
     segment_bytes = segment_size(data, unit, segment or DEFAULT_SEGMENT)
     geometry = Geometry(capacity, index_bytes, segment_bytes, unit, generation, policy, created_ns)
