@@ -35,8 +35,8 @@ TILE_BYTES = SPEC.tile_bytes(CHUNK_TOKENS)
 CHUNK_BYTES = SPEC.extent_bytes(CHUNK_TOKENS)
 BATCH_TILES = 128
 """Tiles in one call to read: one layer and head of as many chunks; so a rank of TP=8 loads a 32,768-token prompt."""
-BATCH_CHUNKS = 8
-"""Chunks in one call to write."""
+BATCH_CHUNKS = 16
+"""Chunks in one call to write: 4,096 tokens of prefill."""
 DEADLINE_S = 60.0
 IDENTITY = Identity(weights="xxh3-128:" + "0" * 32, run_dtype="bfloat16", kv_dtype="bfloat16", label="bench")
 WHOLE = whole_shard(SPEC)

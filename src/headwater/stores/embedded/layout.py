@@ -283,8 +283,8 @@ def choose_geometry(
         raise CapacityError(f"capacity is {capacity} bytes; the smallest store has {MIN_CAPACITY}")
     index_bytes = index_size(capacity, index or capacity // 128)
     data = capacity - index_bytes - MEMBERS_BYTES
-    # Small units waste less on small chunks; the map of them costs a byte each.
-    unit, most = 256, max(131072, min(1 << 22, index_bytes // 16))
+    # Small units waste less on small chunks, and their map costs a byte each: whoever asks for a large index has many.
+    unit, most = 256, max(131072, min(1 << 22, (index or 0) // 16))
     while unit < 65536 and data // unit > most:
         unit *= 2
     segment_bytes = segment_size(data, unit, segment or DEFAULT_SEGMENT)
