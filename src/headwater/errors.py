@@ -10,7 +10,13 @@ what a caller must change before going on: an argument, a URL, a permission, a v
     │   ├── TopologyError                   a parallel layout that cannot exist for this spec
     │   ├── TokenError                      token ids or extras that cannot be hashed
     │   ├── BufferMismatchError             a caller's buffer has the wrong size, strides or rights
-    │   └── UrlError                        a store URL that cannot be understood
+    │   ├── UrlError                        a store URL that cannot be understood
+    │   ├── ModelError                      a checkpoint or config that this engine cannot run
+    │   ├── EngineConfigError               settings that do not go together, or do not fit this machine
+    │   └── RequestError                    one request asks for what the engine cannot give (too long, bad parameter)
+    ├── EngineError                         the engine itself failed
+    │   ├── MemoryBudgetError               too little memory for a useful KV cache
+    │   └── EngineDeadError                 the engine process, or one of its ranks, is gone
     └── StoreError                          the store cannot do what was asked
         ├── CapacityError                   too small for one chunk, or no room on the device
         ├── StorePermissionError            the operating system said no
@@ -55,6 +61,35 @@ class BufferMismatchError(InvalidArgumentError):
 
 class UrlError(InvalidArgumentError):
     """A store URL that cannot be understood."""
+
+
+class ModelError(InvalidArgumentError):
+    """A checkpoint or config that this engine cannot run."""
+
+
+class EngineConfigError(InvalidArgumentError):
+    """Settings that do not go together, or do not fit this machine."""
+
+
+class RequestError(InvalidArgumentError):
+    """One request asks for what the engine cannot give; `param` names the parameter at fault, if one is."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class EngineError(HeadwaterError):
+    """The engine itself failed."""
+
+
+class MemoryBudgetError(EngineError):
+    """Too little memory for a useful KV cache; the message has the arithmetic."""
+
+
+class EngineDeadError(EngineError):
+    """The engine process, or one of its ranks, is gone."""
 
 
 class StoreError(HeadwaterError):

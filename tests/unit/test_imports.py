@@ -25,12 +25,12 @@ MAY_IMPORT["stores"] = {"kv"}
 MAY_IMPORT["pool"] = {"kv", "stores"}
 MAY_IMPORT["transfer"] = {"kv", "stores", "pool", "kernels"}
 MAY_IMPORT["connector"] = {"kv", "stores", "pool", "transfer"}
-MAY_IMPORT["models"] = {"kernels"}
+MAY_IMPORT["models"] = {"kv", "kernels"}
 MAY_IMPORT["integrations"] = {"kv", "stores", "pool", "transfer", "connector"}
-MAY_IMPORT["engine"] = {"kv", "stores", "pool", "transfer", "connector", "models"}
-MAY_IMPORT["serve"] = {"kv", "stores", "pool", "transfer", "connector", "engine", "integrations"}
+MAY_IMPORT["engine"] = {"kv", "stores", "pool", "transfer", "connector", "kernels", "models"}
+MAY_IMPORT["serve"] = MAY_IMPORT["engine"] | {"engine", "integrations"}
 MAY_IMPORT["sim"] = {"kv", "pool"}
-MAY_IMPORT["bench"] = {"kv", "stores", "pool"}
+MAY_IMPORT["bench"] = MAY_IMPORT["serve"] | {"serve"}
 # ROOT is the facade, `from headwater import X`. Inside the library it would lead around every rule above.
 MAY_IMPORT["cli"] = MAY_IMPORT["serve"] | {"serve", "sim", "bench", ROOT}
 

@@ -1,0 +1,62 @@
+"""The Triton kernels against their references, in Triton's interpreter; started by test_kernels_triton.py.
+
+Not collected by itself: TRITON_INTERPRET must be set before Triton is first imported, so it needs its own process.
+"""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernel_checks
+from headwater.kernels.attention.triton_backend import decode_splits, prefill_splits
+from headwater.kernels.attention.triton_decode import decode_config
+from headwater.kernels.attention.triton_prefill import prefill_config
+from kernel_cases import AttentionShape
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("check", kernel_checks.CHECKS, ids=lambda check: check.__name__)
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**31))
+def test_equals_reference(check, seed):
+    check(random.Random(seed), "cpu", torch.float32)
+
+
+def test_long_context_is_cut_by_the_backend():
+    shape = AttentionShape((1, 5), (1100, 1300), num_decodes=1, kv_heads=1, group=3, dim=16)
+    kernel_checks.check_attention(random.Random(5), "cpu", torch.float32, shape=shape)
+
+
+def test_padding_rows_of_a_graph_read_only_their_one_token():
+    shape = AttentionShape((1,) * 8, (70, 3, 0, 0, 0, 0, 0, 0), num_decodes=8)
+    kernel_checks.check_attention(random.Random(0), "cpu", torch.float32, shape=shape)
+
+
+@given(
+    num_programs=st.integers(1, 5000), max_kv_len=st.integers(1, 200_000), num_sms=st.sampled_from((1, 16, 108, 132))
+)
+def test_splits_cover_the_longest_request_and_fill_the_device(num_programs, max_kv_len, num_sms):
+    num_splits, least = decode_splits(num_programs, max_kv_len, num_sms)
+    assert 1 <= num_splits <= 64
+    assert (num_splits - 1) * least < max_kv_len  # no split that could not be used
+    num_splits, split_tokens = prefill_splits(num_programs, max_kv_len, num_sms)
+    assert (num_splits - 1) * split_tokens < max_kv_len <= num_splits * split_tokens
+    assert num_splits == 1 or (split_tokens % 128 == 0 and num_programs * num_splits <= num_sms)
+
+
+@pytest.mark.parametrize("shared_kib", [48, 99, 163, 227])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tiles_fit_the_shared_memory(shared_kib, dim):
+    config = prefill_config(torch.bfloat16, dim, 4, shared_kib * 1024)
+    assert (config.block_rows + 2 * config.block_tokens) * dim * 2 <= shared_kib * 1024
+    if shared_kib == 227 and dim <= 128:
+        assert config.num_stages == 5
+
+
+def test_a_large_group_gets_rows_enough():
+    assert prefill_config(torch.float32, 64, 71, 48 * 1024).block_rows == 128
+    assert decode_config(torch.float32, 64, 71, deep=False).block_rows == 128
