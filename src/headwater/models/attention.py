@@ -1,0 +1,62 @@
+"""Grouped-query attention (MHA and MQA are its ends) over a paged cache, with optional norms of queries and keys."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headwater.kernels.rope import rope_and_store
+from headwater.models.config import ModelConfig
+from headwater.models.context import StepContext
+from headwater.models.layers import FusedLinear, Placement, RMSNorm, RowLinear, Rows, Targets
+
+
+class GroupedQueryAttention:
+    """One layer's attention; writes the step's KV into the cache and reads all of it back through the backend."""
+
+    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
+        heads = place.parallel.heads(config)
+        dim = config.head_dim
+        self._layer = layer
+        self._scale = config.scale
+        self._num_heads, self._num_kv_heads, self._dim = len(heads.query), len(heads.kv), dim
+        kv_part = _scaled(heads.kv, dim)
+        self.qkv = FusedLinear(
+            config.hidden_size,
+            (
+                Rows("q_proj", config.num_heads * dim, _scaled(heads.query, dim)),
+                Rows("k_proj", config.num_kv_heads * dim, kv_part),
+                Rows("v_proj", config.num_kv_heads * dim, kv_part),
+            ),
+            bias=config.qkv_bias,
+            place=place,
+        )
+        total = config.num_heads * dim
+        part = _scaled(heads.query, dim)
+        self.output = RowLinear(total, part, config.hidden_size, bias=config.output_bias, place=place)
+        self.q_norm = RMSNorm(dim, config.norm_eps, place) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, config.norm_eps, place) if config.qk_norm else None
+        self._eps = config.norm_eps
+
+    def __call__(self, x: Tensor, cos_sin: Tensor, ctx: StepContext) -> Tensor:
+        rows = x.shape[0]
+        heads = self.qkv(x).view(rows, -1, self._dim)
+        first_v = self._num_heads + self._num_kv_heads
+        q, k, v = heads[:, : self._num_heads], heads[:, self._num_heads : first_v], heads[:, first_v:]
+        k_pages, v_pages = ctx.cache.planes(self._layer)
+        q_norm = None if self.q_norm is None else self.q_norm.weight
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        rope_and_store(q, k, v, cos_sin, ctx.positions, k_pages, v_pages, ctx.slots, q_norm, k_norm, self._eps)
+        mixed = ctx.attention.run(q, k_pages, v_pages, ctx.plan, self._scale)
+        return self.output(mixed.view(rows, self._num_heads * self._dim))
+
+    def targets(self, prefix: str) -> Targets:
+        """The projections, and the norms where there are any."""
+        yield from self.qkv.targets(prefix)
+        yield from self.output.targets(f"{prefix}.o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            yield from self.q_norm.targets(f"{prefix}.q_norm")
+            yield from self.k_norm.targets(f"{prefix}.k_norm")
+
+
+def _scaled(heads: range, dim: int) -> range:
+    return range(heads.start * dim, heads.stop * dim)

@@ -1,0 +1,159 @@
+"""Hugging Face directories: config.json beside one or several safetensors files.
+
+The header of the format is simple enough to be read here, with bounds, and the data is read rather than mapped: a file
+cut short while it is loaded is then an error and not a crash, and no page of it counts as memory of this process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from headwater.errors import ModelError
+from headwater.kv.checkpoint import checkpoint_label
+from headwater.models.checkpoint.base import RowBlocks, read_bytes
+from headwater.models.config import ModelConfig
+from headwater.models.config_hf import config_from_hf
+from headwater.models.fields import MAX_JSON_BYTES, read_json
+from headwater.models.weights import TensorHandle
+
+if TYPE_CHECKING:
+    from headwater.models.tokenizer import Tokenizer
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class SafetensorsHandle(RowBlocks):
+    """One tensor inside a file."""
+
+    def __init__(self, path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> None:
+        super().__init__(name, shape, math.prod(shape) * dtype.itemsize)
+        self.dtype = dtype
+        self.offset = offset
+        self._path = path
+
+    def read_rows(self, start: int, stop: int, like: Tensor) -> Tensor:
+        """One read of a consecutive range."""
+        row_bytes = self.num_bytes // max(1, self.shape[0])
+        raw = read_bytes(self._path, self.offset + start * row_bytes, (stop - start) * row_bytes, self.name)
+        return raw.view(self.dtype).view(stop - start, *self.shape[1:])
+
+
+class SafetensorsCheckpoint:
+    """A directory. Raises ModelError when it is opened for a config that cannot be run, and when its tensors are
+    listed for files that are missing, damaged or lie elsewhere."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config: ModelConfig = read_config(path)
+        self.label = checkpoint_label(path)
+
+    def tensors(self) -> Iterator[tuple[str, TensorHandle]]:
+        """Every tensor, file by file. Each header is read once."""
+        expected = _weight_map(self.path)
+        seen: set[str] = set()
+        for file in _files(self.path, expected):
+            for handle in read_header(file):
+                if expected is not None and expected.get(handle.name) != file.name:
+                    continue  # the index says that this tensor is elsewhere, or not part of the model
+                if handle.name in seen:
+                    raise ModelError(f"{handle.name} is in two files of {str(self.path)!r}")
+                seen.add(handle.name)
+                yield handle.name, handle
+        if expected is not None and (absent := [name for name in expected if name not in seen]):
+            raise ModelError(f"{INDEX_NAME} says that {expected[absent[0]]} holds {absent[0]}, but it does not")
+
+    def load_tokenizer(self) -> Tokenizer:
+        """From the tokenizer files of the directory."""
+        from headwater.models.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.path, self.config)
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The ModelConfig of a directory."""
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{str(path)!r} holds no config.json; expected a Hugging Face checkpoint directory")
+    generation = path / "generation_config.json"
+    config = read_json(path / "config.json")
+    return config_from_hf(config, read_json(generation) if generation.is_file() else None, str(path / "config.json"))
+
+
+def read_header(path: Path) -> list[SafetensorsHandle]:
+    """The tensors of one file, in the order they lie in it. Raises ModelError for a file that is not safetensors,
+    ends early, or holds a dtype that only quantised checkpoints have."""
+    try:
+        size = os.stat(path).st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if length <= min(size - 8, MAX_JSON_BYTES) else b""
+    except OSError as error:
+        raise ModelError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        handles = [_handle(path, name, entry, 8 + length, size) for name, entry in header.items()]
+    except ModelError:
+        raise
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        raise ModelError(f"{str(path)!r} is not a safetensors file, or is damaged or truncated") from error
+    return sorted(handles, key=lambda handle: handle.offset)
+
+
+def _handle(path: Path, name: str, entry: dict[str, Any], data_start: int, size: int) -> SafetensorsHandle:
+    if entry["dtype"] not in DTYPES:
+        raise ModelError(
+            f"{name} in {str(path)!r} has dtype {entry['dtype']!r}; expected one of {', '.join(DTYPES)}. "
+            "Quantised checkpoints are read from GGUF files only"
+        )
+    dtype = DTYPES[entry["dtype"]]
+    shape = tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if any(type(number) is not int or not 0 <= number < 1 << 48 for number in (*shape, begin, end)):
+        raise ValueError("not a shape or an offset")
+    if len(shape) > 8 or end - begin != math.prod(shape) * dtype.itemsize:
+        raise ModelError(f"{name} in {str(path)!r} takes {end - begin} bytes, which does not fit shape {list(shape)}")
+    if data_start + end > size:
+        raise ModelError(f"{str(path)!r} is truncated: {name} ends at byte {data_start + end}, and the file has {size}")
+    return SafetensorsHandle(path, name, dtype, shape, data_start + begin)
+
+
+def _weight_map(path: Path) -> dict[str, str] | None:
+    """Tensor name to file name, where there is an index. File names are checked: they come from outside."""
+    if not (path / INDEX_NAME).is_file():
+        return None
+    found = read_json(path / INDEX_NAME).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ModelError(f"{str(path / INDEX_NAME)!r} has no weight_map")
+    for name, file in found.items():
+        # A plain name in this directory, so that an index can never lead to another file of this machine.
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ModelError(f"{INDEX_NAME} places {name} in {file!r}; expected a *.safetensors file beside it")
+    return found
+
+
+def _files(path: Path, expected: dict[str, str] | None) -> list[Path]:
+    if expected is not None:
+        return [path / name for name in dict.fromkeys(expected.values())]
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if path / "model.safetensors" in files:
+        return [path / "model.safetensors"]
+    hint = "convert it to safetensors first" if any(path.glob("*.bin")) else "is the download complete?"
+    if files:
+        raise ModelError(f"{str(path)!r} holds {len(files)} safetensors files but no {INDEX_NAME}; {hint}")
+    raise ModelError(f"{str(path)!r} holds no safetensors files; {hint}")

@@ -1,0 +1,111 @@
+"""From the metadata of a GGUF file to a `ModelConfig`. It sees plain values; `checkpoint.gguf_file` reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headwater.errors import ModelError
+from headwater.models.config import MAX_HEADS, MAX_LAYERS, MAX_LENGTH, MAX_VOCAB, MAX_WIDTH, ModelConfig, family_named
+from headwater.models.fields import Fields
+from headwater.models.rope import RopeConfig, yarn_attention_factor
+
+_HUGE = 1e12
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    tensor_names: frozenset[str],
+    freq_factors: tuple[float, ...] | None,
+    stored_dtype: str,
+    source: str,
+) -> ModelConfig:
+    """Build a ModelConfig. GGUF says some things only through the tensors that are there: biases, and whether the
+    embedding serves as the output too. Raises ModelError for what is missing, out of bounds or not supported."""
+    general = Fields(metadata, source)
+    family = family_named(general.text("general.architecture"))
+    prefix = f"{family.name}."
+    fields = Fields({key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}, source)
+    if fields.values.get("expert_count"):
+        raise fields.wrong("expert_count", "none: mixtures of experts are not supported")
+    if fields.values.get("attention.sliding_window"):
+        raise fields.wrong("attention.sliding_window", "none: sliding windows are not supported")
+    if general.integer("split.count", 0, 1 << 16, default=0) > 1:
+        raise general.wrong("split.count", "1: join the parts into one file (llama-gguf-split --merge)")
+
+    hidden_size = fields.integer("embedding_length", 1, MAX_WIDTH)
+    num_heads = _same_everywhere(fields, "attention.head_count", None)
+    head_dim = _head_dim(fields, hidden_size, num_heads)
+    max_len = fields.integer("context_length", 1, MAX_LENGTH)
+    # Some files name the end of a turn apart from the end of a text; a chat ends with either.
+    eos = {
+        token_id
+        for name in ("eos_token_id", "eot_token_id")
+        for token_id in general.integers(f"tokenizer.ggml.{name}", 0, MAX_VOCAB)
+    }
+    bos = general.integers("tokenizer.ggml.bos_token_id", 0, MAX_VOCAB)
+    return ModelConfig(
+        family=family.name,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("feed_forward_length", 1, MAX_WIDTH * 4),
+        num_layers=fields.integer("block_count", 1, MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=_same_everywhere(fields, "attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
+        rope=_rope(fields, head_dim, max_len, freq_factors),
+        tie_embeddings="output.weight" not in tensor_names,
+        qkv_bias="blk.0.attn_q.bias" in tensor_names,
+        output_bias="blk.0.attn_output.bias" in tensor_names,
+        mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
+        qk_norm=family.qk_norm,
+        max_position_embeddings=max_len,
+        eos_token_ids=tuple(sorted(token_id for token_id in eos if token_id < vocab_size)),
+        bos_token_id=bos[0] if bos and bos[0] < vocab_size else None,
+        stored_dtype=stored_dtype,
+    )
+
+
+def _same_everywhere(fields: Fields, name: str, default: int | None) -> int:
+    """A count that GGUF may give once or for each layer; layers that differ are refused."""
+    values = set(fields.integers(name, 1, MAX_HEADS)) or ({default} if default is not None else set())
+    if len(values) != 1:
+        raise fields.wrong(name, "one number, the same for all layers")
+    return values.pop()
+
+
+def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
+    if "attention.key_length" not in fields and hidden_size % num_heads:
+        raise ModelError(f"{fields.source}: embedding_length {hidden_size} is no multiple of {num_heads} heads")
+    head_dim = fields.integer("attention.key_length", 1, MAX_WIDTH, default=max(1, hidden_size // num_heads))
+    if fields.integer("attention.value_length", 1, MAX_WIDTH, default=head_dim) != head_dim:
+        raise fields.wrong("attention.value_length", f"the width of the keys, {head_dim}")
+    if fields.integer("rope.dimension_count", 1, MAX_WIDTH, default=head_dim) != head_dim:
+        raise fields.wrong("rope.dimension_count", f"the whole head, {head_dim}: partial rotation is not supported")
+    return head_dim
+
+
+def _rope(fields: Fields, head_dim: int, max_len: int, freq_factors: tuple[float, ...] | None) -> RopeConfig:
+    theta = fields.number("rope.freq_base", 2.0, _HUGE, default=10000.0)
+    legacy = fields.number("rope.scale_linear", 0.0, 1e6, default=1.0)
+    kind = fields.text("rope.scaling.type", default="none" if legacy in (0.0, 1.0) else "linear")
+    if kind == "none":
+        return RopeConfig(dim=head_dim, theta=theta, freq_factors=freq_factors)
+    factor = fields.number("rope.scaling.factor", 1e-3, 1e6, default=legacy)
+    if kind == "linear":
+        return RopeConfig(dim=head_dim, theta=theta, kind="linear", factor=factor, freq_factors=freq_factors)
+    scale = fields.number("rope.scaling.attn_factor", 1e-3, 1e3, default=1.0)
+    return RopeConfig(
+        dim=head_dim,
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original_max_len=fields.integer("rope.scaling.original_context_length", 1, MAX_LENGTH, default=max_len),
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 1e-3, 1e6, default=32.0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1e-3, 1e6, default=1.0),
+        attention_factor=scale * yarn_attention_factor(factor),
+        freq_factors=freq_factors,
+    )

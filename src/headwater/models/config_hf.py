@@ -1,0 +1,142 @@
+"""From a Hugging Face `config.json` to a `ModelConfig`, for the spellings of transformers 4 and 5.
+
+The values come from outside: each is checked, and what would need code this engine does not have is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headwater.errors import ModelError
+from headwater.models.config import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_LENGTH,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Family,
+    ModelConfig,
+    family_named,
+)
+from headwater.models.fields import Fields
+from headwater.models.rope import RopeConfig, yarn_attention_factor
+
+_MAX_TOKEN = MAX_VOCAB - 1
+_HUGE = 1e12
+
+
+def config_from_hf(
+    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, source: str = "config.json"
+) -> ModelConfig:
+    """Build a ModelConfig from the parsed `config.json` and, where there is one, `generation_config.json`.
+
+    The end-of-sequence ids of both count: a chat model's turn usually ends with one that only the second names.
+    Raises ModelError for what is missing, out of bounds or not supported.
+    """
+    fields = Fields(config, source)
+    family = family_named(fields.text("model_type"))
+    _refuse_what_cannot_run(fields, family)
+
+    hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+    max_len = fields.integer("max_position_embeddings", 1, MAX_LENGTH)
+    vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
+    head_dim = _head_dim(fields, family, hidden_size, num_heads)
+    attention_bias = family.qkv_bias is None and fields.flag("attention_bias", False)
+    generated = Fields(generation or {}, f"{source}, generation_config.json")
+    eos = {*fields.integers("eos_token_id", -1, _MAX_TOKEN), *generated.integers("eos_token_id", -1, _MAX_TOKEN)}
+    bos = fields.integers("bos_token_id", 0, _MAX_TOKEN)
+    return ModelConfig(
+        family=family.name,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH * 4),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads),
+        head_dim=head_dim,
+        norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
+        rope=_rope(fields, head_dim, max_len),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=attention_bias,
+        mlp_bias=fields.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
+        qk_norm=family.qk_norm,
+        max_position_embeddings=max_len,
+        eos_token_ids=tuple(sorted(token_id for token_id in eos if token_id >= 0)),
+        bos_token_id=bos[0] if bos else None,
+        stored_dtype=fields.text("dtype", default=fields.text("torch_dtype", default="float32")),
+    )
+
+
+def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:
+    if "head_dim" in fields or family.default_head_dim is not None:
+        return fields.integer("head_dim", 1, MAX_WIDTH, default=family.default_head_dim)
+    if hidden_size % num_heads:
+        raise ModelError(f"{fields.source}: hidden_size {hidden_size} is no multiple of {num_heads} heads")
+    return hidden_size // num_heads
+
+
+def _refuse_what_cannot_run(fields: Fields, family: Family) -> None:
+    architectures = fields.values.get("architectures")
+    if architectures and family.architecture not in architectures:
+        raise fields.wrong("architectures", f"{family.architecture}: this engine runs language models only")
+    if "quantization_config" in fields:
+        raise ModelError(
+            f"{fields.source}: the weights are quantised (quantization_config), which this engine cannot read from "
+            "safetensors; use the unquantised checkpoint, or a GGUF file"
+        )
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if fields.values.get(name):
+            raise fields.wrong(name, "none: mixtures of experts are not supported")
+    if fields.text("hidden_act", default="silu") not in ("silu", "swish"):
+        raise fields.wrong("hidden_act", "silu")
+    layer_types = fields.values.get("layer_types") or ()
+    if not isinstance(layer_types, list | tuple) or any(kind != "full_attention" for kind in layer_types):
+        raise fields.wrong("layer_types", "full_attention everywhere: sliding windows are not supported")
+    # Old configs of the family carry a window and say that it is off; `layer_types` is how newer ones say it.
+    if not layer_types and fields.flag("use_sliding_window", False) and "sliding_window" in fields:
+        first = fields.integer("max_window_layers", 0, MAX_LENGTH, default=0)
+        if first < fields.integer("num_hidden_layers", 1, MAX_LAYERS):
+            raise fields.wrong("use_sliding_window", "false: sliding windows are not supported")
+
+
+def _rope(fields: Fields, head_dim: int, max_len: int) -> RopeConfig:
+    """Transformers 5 keeps all in `rope_parameters`; 4 had `rope_theta` beside an optional `rope_scaling`."""
+    rope = fields.section("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
+    holder = rope if "rope_theta" in rope else fields
+    theta = holder.number("rope_theta", 2.0, _HUGE, default=10000.0)
+    for place in (fields, rope):
+        if place.number("partial_rotary_factor", 0.0, 1.0, default=1.0) != 1.0:
+            raise place.wrong("partial_rotary_factor", "1: heads that are rotated in part are not supported")
+    kind = rope.text("rope_type", default=rope.text("type", default="default"))
+    if kind == "default":
+        return RopeConfig(dim=head_dim, theta=theta)
+    outer = fields.integer("original_max_position_embeddings", 1, MAX_LENGTH, default=max_len)
+    original = rope.integer("original_max_position_embeddings", 1, MAX_LENGTH, default=outer)
+    if kind == "dynamic":
+        original = max_len  # its config gives the trained length; what it can be stretched to is open
+    if kind == "yarn" and "factor" not in rope:
+        factor = max_len / original
+    else:
+        factor = rope.number("factor", 1e-3, 1e6)
+    llama3 = kind == "llama3"
+    inferred = 1.0
+    if kind == "yarn":
+        mscale = rope.number("mscale", 0.0, 100.0, default=0.0)
+        inferred = yarn_attention_factor(factor, mscale, rope.number("mscale_all_dim", 0.0, 100.0, default=0.0))
+    return RopeConfig(
+        dim=head_dim,
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original_max_len=original,
+        low_freq_factor=rope.number("low_freq_factor", 1e-3, 1e6, default=None if llama3 else 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 1e-3, 1e6, default=None if llama3 else 4.0),
+        beta_fast=rope.number("beta_fast", 1e-3, 1e6, default=32.0),
+        beta_slow=rope.number("beta_slow", 1e-3, 1e6, default=1.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=rope.number("attention_factor", 1e-3, 1e3, default=inferred) if kind == "yarn" else 1.0,
+    )

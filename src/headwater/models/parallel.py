@@ -1,0 +1,85 @@
+"""One rank of a tensor-parallel group: what it holds of each dimension, and the two collectives that layers need.
+
+Heads are divided by `headwater.kv.topology`, so that a rank's attention and its KV cache always agree. `SINGLE` is the
+group of one: layers call it like any other, and it does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwater.errors import ModelError
+from headwater.kv.topology import Topology
+from headwater.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class HeadShare(NamedTuple):
+    """The heads of one rank: its query heads read its KV heads and no others."""
+
+    query: range
+    kv: range
+
+
+class TensorParallel:
+    """Rank `rank` of `size`. `group` is a process group of that size, torch's default one or one of its own."""
+
+    def __init__(self, rank: int = 0, size: int = 1, group: ProcessGroup | None = None) -> None:
+        if size < 1 or not 0 <= rank < size or (size > 1 and group is None):
+            raise ModelError(f"rank {rank} of {size} cannot be; ranks count from 0, and several need a process group")
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    def share(self, total: int) -> range:
+        """This rank's part of a dimension. Parts are consecutive and differ by one at most: any width can be split."""
+        return self._share_of(self.rank, total)
+
+    def heads(self, config: ModelConfig) -> HeadShare:
+        """This rank's heads. KV heads are replicated where there are more ranks than heads. Raises TopologyError
+        where the KV heads cannot be divided, and ModelError where the query heads cannot."""
+        kv = Topology(tp=self.size).shard(config.kv_spec("float32"), tp_rank=self.rank).heads
+        if config.num_heads % self.size:
+            raise ModelError(
+                f"{config.num_heads} attention heads cannot be divided over tensor_parallel_size={self.size}; "
+                f"it must divide their number"
+            )
+        share = config.num_heads // self.size
+        return HeadShare(range(self.rank * share, (self.rank + 1) * share), kv)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, on every rank; in place."""
+        if self._group is not None:
+            self._group.allreduce([x]).wait()
+        return x
+
+    def broadcast(self, x: Tensor) -> None:
+        """Make `x` on every rank what it is on rank 0; in place."""
+        if self._group is not None:
+            self._group.broadcast(x, 0).wait()
+
+    def all_gather(self, x: Tensor, total: int) -> Tensor:
+        """Join the ranks' shares of a last dimension of `total`; each passes its own `share(total)` wide part."""
+        if self._group is None:
+            return x
+        shares = [len(self._share_of(rank, total)) for rank in range(self.size)]
+        # Collectives want equal sizes; the first share is the widest.
+        padded = x.new_zeros(*x.shape[:-1], shares[0])
+        padded[..., : x.shape[-1]] = x
+        parts = [torch.empty_like(padded) for _ in shares]
+        self._group.allgather([parts], [padded]).wait()
+        return torch.cat([part[..., :width] for part, width in zip(parts, shares, strict=True)], dim=-1)
+
+    def _share_of(self, rank: int, total: int) -> range:
+        base, extra = divmod(total, self.size)
+        start = rank * base + min(rank, extra)
+        return range(start, start + base + (rank < extra))
+
+
+SINGLE = TensorParallel()
+"""No parallelism: every share is the whole, and the collectives return what they are given."""

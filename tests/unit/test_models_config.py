@@ -1,0 +1,241 @@
+"""Configs from outside: both spellings of transformers, GGUF metadata, and everything that must be refused by name."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from headwater.errors import ModelError
+from headwater.models.config import ModelConfig
+from headwater.models.config_gguf import config_from_gguf
+from headwater.models.config_hf import config_from_hf
+from headwater.models.fields import MAX_JSON_BYTES, read_json
+from headwater.models.rope import RopeConfig
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+QWEN = LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": LLAMA3,
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+    "yarn, all set": {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 20.0,
+        "beta_slow": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.2,
+        "truncate": False,
+    },
+    "yarn, attention factor": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5},
+}
+
+
+def test_a_plain_config() -> None:
+    config = config_from_hf(LLAMA | {"eos_token_id": [5, 2], "bos_token_id": 1}, {"eos_token_id": [7, 2]})
+    assert config == ModelConfig(
+        family="llama",
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=8,
+        norm_eps=1e-5,
+        rope=RopeConfig(dim=8, theta=500000.0),
+        max_position_embeddings=4096,
+        eos_token_ids=(2, 5, 7),
+        bos_token_id=1,
+        stored_dtype="bfloat16",
+    )
+    spec = config.kv_spec("bfloat16")
+    assert (spec.num_layers, spec.num_kv_heads, spec.token_bytes) == (2, 2, 2 * 2 * 8 * 2 * 2)
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_rope_tables_are_those_of_transformers(rope: dict[str, Any]) -> None:
+    theirs = transformers.LlamaConfig(
+        **{k: v for k, v in LLAMA.items() if k not in ("rope_theta", "architectures", "model_type")},
+        rope_parameters=rope | {"rope_theta": 500000.0},
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, device="cpu")
+    old = config_from_hf(LLAMA | {"rope_scaling": rope})
+    new = config_from_hf({k: v for k, v in LLAMA.items() if k != "rope_theta"} | {"rope_parameters": rope | {"rope_theta": 500000.0}})  # fmt: skip  # noqa: E501
+    assert old == new
+    torch.testing.assert_close(old.rope.inverse_frequencies(), frequencies, rtol=1e-6, atol=0)
+    assert math.isclose(old.rope.attention_factor, factor)
+    angles = torch.arange(50)[:, None].float() * frequencies
+    expected = torch.cat([angles.cos(), angles.sin()], dim=1) * factor
+    torch.testing.assert_close(old.rope.table(50), expected, rtol=0, atol=1e-5)
+
+
+def test_the_old_name_of_the_rope_type() -> None:
+    assert config_from_hf(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope.kind == "linear"
+
+
+def test_families_differ_where_they_should() -> None:
+    qwen2 = config_from_hf(QWEN | {"use_sliding_window": False, "sliding_window": 4096})
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, False, 8)
+    qwen3 = config_from_hf(
+        QWEN | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": True}
+    )
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm, qwen3.head_dim) == (True, True, True, 128)
+    llama = config_from_hf(LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 24})
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias, llama.head_dim) == (True, True, True, 24)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model_type": "mamba"}, "'mamba' is not supported; known are llama, qwen2, qwen3"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected silu"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "factor is -1.0"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "below high_freq_factor"),
+        ({"rope_scaling": [1]}, "rope_scaling is .1.; expected an object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_size": 10**9}, "hidden_size is 1000000000; expected an integer from 1 to"),
+        ({"hidden_size": 64.0}, "hidden_size is 64.0"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"hidden_size": 63}, "no multiple of 8 heads"),
+        ({"num_key_value_heads": 3}, "8 attention heads cannot share 3"),
+        ({"head_dim": 7}, "even number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"eos_token_id": "2"}, "eos_token_id is '2'"),
+        ({"eos_token_id": 5000}, "outside the vocabulary of 1000"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(ModelError, match=what):
+        config_from_hf(LLAMA | changes)
+
+
+def test_a_sliding_window_in_use_is_refused() -> None:
+    with pytest.raises(ModelError, match="sliding windows"):
+        config_from_hf(QWEN | {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1})
+    config_from_hf(QWEN | {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 2})
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b'{"a":' * 100_000])
+def test_json_that_is_none(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_json(tmp_path / "config.json")
+
+
+def test_json_that_is_too_large(tmp_path: Path) -> None:
+    with open(tmp_path / "config.json", "wb") as file:
+        file.truncate(MAX_JSON_BYTES + 1)
+    with pytest.raises(ModelError, match="too large"):
+        read_json(tmp_path / "config.json")
+
+
+GGUF: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 128,
+    "llama.block_count": 2,
+    "llama.context_length": 4096,
+    "llama.attention.head_count": 8,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 500000.0,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.eot_token_id": 9,
+}
+
+
+def from_gguf(names: tuple[str, ...] = (), factors: tuple[float, ...] | None = None, **changes: Any) -> ModelConfig:
+    metadata = GGUF | {key.replace("__", "."): value for key, value in changes.items()}
+    return config_from_gguf(
+        metadata,
+        vocab_size=1000,
+        tensor_names=frozenset(names),
+        freq_factors=factors,
+        stored_dtype="Q8_0",
+        source="m.gguf",
+    )
+
+
+def test_gguf_metadata() -> None:
+    same = {"eos_token_id": [2, 9], "tie_word_embeddings": True, "torch_dtype": "Q8_0"}
+    assert from_gguf() == config_from_hf(LLAMA | same)
+    assert not from_gguf(("output.weight",)).tie_embeddings
+    assert from_gguf(("blk.0.attn_q.bias",)).qkv_bias
+    assert from_gguf(llama__attention__head_count_kv=[2, 2]).num_kv_heads == 2
+
+
+def test_gguf_rope() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    found = from_gguf(
+        llama__rope__scaling__type="yarn",
+        llama__rope__scaling__factor=4.0,
+        llama__rope__scaling__original_context_length=1024,
+    )
+    assert found.rope == config_from_hf(LLAMA | {"rope_scaling": yarn}).rope
+    llama3 = config_from_hf(LLAMA | {"rope_scaling": LLAMA3}).rope
+    plain = RopeConfig(dim=8, theta=500000.0)
+    factors = tuple((plain.inverse_frequencies() / llama3.inverse_frequencies()).tolist())
+    torch.testing.assert_close(from_gguf(factors=factors).rope.table(9), llama3.table(9), rtol=0, atol=1e-6)
+    with pytest.raises(ModelError, match="3 rope factors"):
+        from_gguf(factors=(1.0, 2.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"general__architecture": "gemma"}, "'gemma' is not supported"),
+        ({"llama__expert_count": 8}, "experts"),
+        ({"llama__attention__sliding_window": 512}, "sliding"),
+        ({"split__count": 3}, "join the parts"),
+        ({"llama__rope__dimension_count": 4}, "partial rotation"),
+        ({"llama__attention__head_count_kv": [2, 4]}, "the same for all layers"),
+        ({"llama__attention__value_length": 16}, "width of the keys"),
+        ({"llama__rope__scaling__type": "longrope"}, "rope type 'longrope'"),
+        ({"llama__block_count": 0}, "block_count is 0"),
+    ],
+)
+def test_gguf_that_cannot_be_run(changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(ModelError, match=what):
+        from_gguf(**changes)
+
+
+def test_a_config_that_transformers_saved(tmp_path: Path) -> None:
+    transformers.Qwen3Config(num_hidden_layers=2, vocab_size=500, head_dim=32).save_pretrained(tmp_path)
+    config = config_from_hf(json.loads((tmp_path / "config.json").read_text()))
+    assert (config.family, config.head_dim, config.num_layers) == ("qwen3", 32, 2)

@@ -1,0 +1,75 @@
+"""Streaming detokenisation: whatever tokens come, the pieces join to the text of all of them."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.models.tokenizer import REPLACEMENT, StreamDecoder
+
+SPECIAL = 1000
+
+
+class ByteTokenizer:
+    """Token i is `texts[i]`, any bytes; ids from SPECIAL on have no text. `strips` mimics decoders that drop the space
+    at the very start of a text."""
+
+    def __init__(self, texts: list[bytes], strips: bool = False) -> None:
+        self.texts = texts
+        self.strips = strips
+        self.calls: list[int] = []
+
+    def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
+        self.calls.append(len(token_ids))
+        text = b"".join(self.texts[i] for i in token_ids if i < SPECIAL).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strips else text
+
+
+tokens = st.lists(
+    st.one_of(
+        st.text(min_size=1, max_size=4).map(lambda text: text.encode("utf-8", "ignore") or b"x"),
+        st.binary(min_size=1, max_size=3),
+        st.sampled_from([b"\xe4", b"\xbd", b"\xa0", b"\xf0\x9f", b"\x98", b"\x80", b"\xff", b" a", b" ", "é".encode()]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(tokens, st.data())
+def test_pieces_join_to_the_whole(texts: list[bytes], data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, len(texts) - 1) | st.just(SPECIAL), max_size=40))
+    decoder = StreamDecoder(ByteTokenizer(texts))
+    pieces = []
+    while ids_left := ids[sum(len(piece[0]) for piece in pieces) :]:
+        taken = ids_left[: data.draw(st.integers(1, 5))]
+        pieces.append((taken, decoder.push(taken)))
+    joined = "".join(text for _, text in pieces) + decoder.finish()
+    assert joined == ByteTokenizer(texts).decode(ids)
+
+
+@given(st.lists(st.sampled_from([0, 1, 2, SPECIAL]), max_size=30))
+def test_a_decoder_that_strips_the_first_space(ids: list[int]) -> None:
+    tokenizer = ByteTokenizer([b" a", b"b", " é".encode()], strips=True)
+    decoder = StreamDecoder(tokenizer)
+    assert "".join(decoder.push([i]) for i in ids) + decoder.finish() == tokenizer.decode(ids)
+
+
+def test_half_a_character_is_held_back() -> None:
+    decoder = StreamDecoder(ByteTokenizer([b"a", b"\xf0\x9f", b"\x98", b"\x80"]))
+    assert [decoder.push([i]) for i in (0, 1, 2, 3)] == ["a", "", "", "😀"]
+    assert decoder.push([1]) == ""
+    assert decoder.finish() == REPLACEMENT
+    assert decoder.push([0]) == "a"
+
+
+@pytest.mark.parametrize("text", [b"word ", b"\xff", b"\x80"])
+def test_the_window_stays_small(text: bytes) -> None:
+    tokenizer = ByteTokenizer([text])
+    decoder = StreamDecoder(tokenizer)
+    for _ in range(500):
+        decoder.push([0])
+    assert max(tokenizer.calls) <= 2 * StreamDecoder.MAX_PENDING + 2
+    assert len(tokenizer.calls) < 500 * 4
