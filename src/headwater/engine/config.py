@@ -1,0 +1,68 @@
+"""Every setting of the engine, with its default written once; the command line and the server read them from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headwater.errors import EngineConfigError
+
+LAYOUTS = ("layer-first", "page-first")
+LOAD_FORMATS = ("auto", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How to run one model. Checked here as far as that needs no model and no device."""
+
+    model: str
+    """A checkpoint directory, a GGUF file, or a name that the catalog knows ("smollm2")."""
+    load_format: str = "auto"
+    """"dummy" gives random weights of the right shapes: the directory then needs only a config.json."""
+    dtype: str = "auto"
+    """"auto": bfloat16 on a GPU, float32 on a CPU."""
+    device: str = "auto"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    """None: what the model allows, or less where memory allows less."""
+    page_size: int = 16
+    num_pages: int | None = None
+    """None: from measured memory."""
+    memory_ratio: float | None = None
+    """The part of free memory that weights, activations and KV may take; None: 0.9 on a GPU, 0.3 on a CPU."""
+    cache_layout: str = "layer-first"
+    prefix_cache: str = "radix"
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 2048
+    """Tokens of one step, prompts and decodes together; longer prompts are computed in chunks."""
+    attention_backend: str = "auto"
+    cuda_graphs: bool = True
+    overlap: bool | None = None
+    """Schedule the next step while the device computes this one; None: on a GPU."""
+    seed: int = 0
+    """Where the seeds of requests that bring none start from."""
+    num_threads: int | None = None
+    """CPU threads of one rank; None: the cores there are, divided by the ranks."""
+
+    def __post_init__(self) -> None:
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("cache_layout", self.cache_layout, LAYOUTS)
+        _one_of("prefix_cache", self.prefix_cache, ("radix", "naive"))
+        for name in ("tensor_parallel_size", "page_size", "max_num_seqs", "max_batched_tokens"):
+            _at_least_one(name, getattr(self, name))
+        for name in ("max_model_len", "num_pages", "num_threads"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        if self.memory_ratio is not None and not 0.0 < self.memory_ratio <= 1.0:
+            raise EngineConfigError(f"memory_ratio is {self.memory_ratio}; expected above 0 and at most 1")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise EngineConfigError(f"{name} is {value!r}; expected one of {', '.join(known)}")
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if type(value) is not int or value < 1:
+        raise EngineConfigError(f"{name} is {value!r}; expected an integer of at least 1")

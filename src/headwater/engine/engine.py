@@ -1,0 +1,254 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+It joins scheduler, executor and sampler and has no thread of its own: whoever calls `step` drives it. Tokens only;
+text, and stopping at strings, is the business of whoever has the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+from headwater.engine.batch import make_step_input
+from headwater.engine.config import EngineConfig
+from headwater.engine.device import choose_placement
+from headwater.engine.executor import BaseExecutor, Executor, Pending
+from headwater.engine.pages import PagePool
+from headwater.engine.params import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from headwater.engine.prefix import create_prefix_cache
+from headwater.engine.request import Request
+from headwater.engine.runner import Progress
+from headwater.engine.sampler import SamplingBatch, make_sampling_batch, unpack_logprobs
+from headwater.engine.scheduler import Scheduler, Step
+from headwater.errors import EngineError, RequestError
+from headwater.models.checkpoint import Checkpoint, open_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Numbers of this moment, and counts since the start."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_pages_free: int
+    num_pages_cached: int
+    """Held by the prefix cache, in use by requests or not."""
+    num_pages_evictable: int
+    """Of those: free as soon as somebody needs them."""
+    num_steps: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Of the prompt tokens: found in the cache instead of computed."""
+    num_generated_tokens: int
+
+
+class _InFlight(NamedTuple):
+    step: Step
+    sampling: SamplingBatch
+    pending: Pending
+
+
+class Engine:
+    """One model, served. Not thread-safe: one caller at a time. `close` it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        checkpoint: Checkpoint | None = None,
+        executor: BaseExecutor | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint or open_checkpoint(config.model, config.load_format)
+        self.config = config
+        self.placement = choose_placement(config)
+        self._overlap = self.placement.overlap
+        self._executor = executor or Executor(self.checkpoint, config, self.placement, progress)
+        self.plan = self._executor.plan
+        self.max_model_len = self.plan.max_model_len
+        self._pool = PagePool(self.plan.num_pages)
+        self._prefix = create_prefix_cache(config.prefix_cache, self._pool, config.page_size)
+        self._scheduler = Scheduler(
+            self._pool,
+            self._prefix,
+            page_size=config.page_size,
+            max_num_seqs=config.max_num_seqs,
+            max_batched_tokens=config.max_batched_tokens,
+        )
+        self._requests: dict[str, Request] = {}
+        self._arrivals = count()
+        self._in_flight: _InFlight | None = None
+        self._aborted: list[RequestOutput] = []
+        self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
+
+    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Queue a request. Raises RequestError for what can never be served, and then nothing has changed."""
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use; ids of live requests must differ")
+        tokens = self._check_prompt(prompt)
+        arrival = next(self._arrivals)
+        room = self.max_model_len - len(tokens)
+        request = Request(
+            request_id,
+            tokens,
+            params,
+            arrival=arrival,
+            max_tokens=min(room, params.max_tokens or room),
+            stop_ids=self._stop_ids(params),
+            seed=params.seed if params.seed is not None else _spread(self.config.seed, arrival),
+            max_pages=-(-self.max_model_len // self.config.page_size),
+        )
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now and take its pages back; its last output comes with the next step. Unknown ids are fine."""
+        if (request := self._requests.get(request_id)) is not None:
+            self._aborted.append(self._finish(request, FinishReason.ABORT, [], None))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._requests or self._in_flight or self._aborted)
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step, then read the one before it, which the device computed in the meantime.
+
+        Without overlap the step is read at once. An output comes at most once per request and call.
+        """
+        outputs, self._aborted = self._aborted, []
+        if not self._may_overlap():
+            outputs += self._land()
+        step = self._scheduler.schedule()
+        launched = self._launch(step) if step.chunks else None
+        outputs += self._land()
+        self._in_flight = launched
+        if not self._overlap:
+            outputs += self._land()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """Cheap enough to call at every step."""
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_pages=self._pool.num_pages,
+            num_pages_free=self._pool.num_free,
+            num_pages_cached=self._prefix.num_pages,
+            num_pages_evictable=self._prefix.num_evictable,
+            num_steps=self._num_steps,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+        )
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached KV that no request is using; returns how many pages that was."""
+        return self._prefix.reset()
+
+    def check_integrity(self) -> None:
+        """Verify the owner of every page. Raises EngineError. For tests: it looks at everything."""
+        self._scheduler.check_integrity()
+        live = {r.id for r in (*self._scheduler.waiting, *self._scheduler.running)}
+        if live != self._requests.keys():
+            raise EngineError(f"requests {sorted(live ^ self._requests.keys())} are known to only one side")
+
+    def close(self) -> None:
+        """End the other ranks. Idempotent; requests that are not finished are forgotten."""
+        self._executor.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _may_overlap(self) -> bool:
+        """Penalties look at every token said so far, so the last one must be known before the next is sampled."""
+        return not any(request.params.has_penalties for request in self._scheduler.running)
+
+    def _launch(self, step: Step) -> _InFlight:
+        sampling = make_sampling_batch(step.sampled, self._executor.vocab_size)
+        step_input = make_step_input(step, self.config.page_size)
+        for request in step.sampled:
+            self._count_admission(request)
+        pending = self._executor.launch(step_input, sampling)
+        self._scheduler.launched(step)
+        self._num_steps += 1
+        return _InFlight(step, sampling, pending)
+
+    def _land(self) -> list[RequestOutput]:
+        """Wait for the step in flight, if there is one, and tell its requests what they got."""
+        if self._in_flight is None:
+            return []
+        step, sampling, pending = self._in_flight
+        self._in_flight = None
+        requests = step.sampled
+        sampled = pending.wait()
+        logprobs = unpack_logprobs(sampling, requests, sampled)
+        outputs = []
+        for row, (request, token) in enumerate(zip(requests, sampled.token_ids.tolist(), strict=True)):
+            if request.finish_reason is not None:
+                continue  # it stopped or was aborted while this step was on its way
+            self._scheduler.landed(request, token)
+            self._num_generated_tokens += 1
+            outputs.append(self._output(request, token, logprobs.get(row)))
+        return outputs
+
+    def _output(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
+        said = None if logprobs is None else [logprobs]
+        num_known = len(request.tokens) - request.num_prompt  # a further one may be in flight already
+        if token in request.stop_ids and num_known > request.params.min_tokens:
+            return self._finish(request, FinishReason.STOP, [token], said)
+        if num_known >= request.max_tokens:
+            return self._finish(request, FinishReason.LENGTH, [token], said)
+        return _make_output(request, [token], said)
+
+    def _finish(
+        self, request: Request, reason: FinishReason, tokens: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> RequestOutput:
+        self._scheduler.finish(request, reason)
+        del self._requests[request.id]
+        return _make_output(request, tokens, logprobs)
+
+    def _count_admission(self, request: Request) -> None:
+        """Count a prompt once, when its first token is sampled."""
+        if request.num_outputs == 0:
+            self._num_prompt_tokens += request.num_prompt
+            self._num_cached_tokens += request.num_cached or 0
+
+    def _check_prompt(self, prompt: Sequence[int]) -> list[int]:
+        tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise RequestError("the prompt is empty; expected at least one token", param="prompt")
+        if len(tokens) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens and this model's context holds {self.max_model_len}, the answer "
+                "included; shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        vocab_size = self._executor.vocab_size
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
+            raise RequestError(f"token ids must be 0 to {vocab_size - 1}", param="prompt")
+        return tokens
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos = () if params.ignore_eos else self.checkpoint.config.eos_token_ids
+        return frozenset((*eos, *params.stop_token_ids))
+
+
+def _make_output(request: Request, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> RequestOutput:
+    return RequestOutput(
+        request.id, tokens, logprobs, request.finish_reason, request.num_prompt, request.num_cached or 0
+    )
+
+
+def _spread(seed: int, number: int) -> int:
+    """A seed for a request that brought none: the same in every run, far from its neighbours'."""
+    return (seed * 0x9E3779B1 + number * 0x85EBCA6B + 0x27D4EB2F) & ((1 << 63) - 1)

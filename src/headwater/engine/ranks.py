@@ -1,0 +1,174 @@
+"""Tensor parallelism as real processes: rank 0 is the engine itself, the others are children that follow it.
+
+Rank 0 schedules and tells the others, over a socket pair each; what they compute together goes over
+torch.distributed (NCCL between GPUs, gloo between CPUs). A child ends when its socket closes, whatever else happens.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headwater.engine.batch import StepInput
+from headwater.engine.config import EngineConfig
+from headwater.engine.device import Placement, choose_placement
+from headwater.engine.sizing import MemoryReport
+from headwater.engine.wire import Message, receive, send
+from headwater.errors import EngineDeadError, EngineError
+from headwater.models.parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from headwater.engine.runner import Runner
+
+_dist: Any = torch.distributed  # its classes are made in C++, and half of them are unknown to type checkers
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+"""How long a rank waits for the others inside a step before it gives up; a dead one is noticed at once."""
+EXIT_WAIT_S = 5.0
+
+
+class RankGroup:
+    """The other ranks, as rank 0 sees them. With one rank there are none, and every method does nothing."""
+
+    def __init__(self, config: EngineConfig, placement: Placement) -> None:
+        self._children: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+        self.parallel = TensorParallel(0, 1)
+        size = config.tensor_parallel_size
+        if size == 1:
+            return
+        store = _dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        try:
+            for rank in range(1, size):
+                child = _spawn()
+                self._children.append(child)
+                fields = {"config": asdict(config), "rank": rank, "size": size, "port": store.port}
+                send(child[1], "start", fields)
+            self.parallel = TensorParallel(0, size, _make_group(store, 0, size, placement.device))
+        except BaseException:
+            self.close()
+            raise
+
+    def reports(self) -> list[MemoryReport]:
+        """What the other ranks measured while loading, in order; waits for them."""
+        return [MemoryReport(**self._expect(sock, "loaded").fields) for _, sock in self._children]
+
+    def allocate(self, num_pages: int, max_model_len: int) -> None:
+        """Tell the others how large their caches are. Does not wait: capturing graphs needs all ranks at once."""
+        for _, sock in self._children:
+            send(sock, "allocate", {"num_pages": num_pages, "max_model_len": max_model_len})
+
+    def wait_ready(self) -> None:
+        """Wait until all caches are there."""
+        for _, sock in self._children:
+            self._expect(sock, "ready")
+
+    def step(self, step: StepInput, share_samples: bool) -> None:
+        """Start a step on the other ranks; with `share_samples` they wait for rank 0's tokens at its end."""
+        arrays = [getattr(step, name) for name in StepInput.__slots__]
+        for _, sock in self._children:
+            send(sock, "step", {"share_samples": share_samples}, arrays)
+
+    def why_dead(self) -> str | None:
+        """What a rank that has failed said last, or how it exited; None while all are alive."""
+        for rank, (process, sock) in enumerate(self._children, 1):
+            sock.settimeout(1.0)
+            try:
+                message = receive(sock)
+                return f"rank {rank} failed: {message.fields.get('error', message.kind)}"
+            except (EngineError, TimeoutError):
+                if process.poll() is not None:
+                    return f"rank {rank} exited with status {process.returncode}"
+        return None
+
+    def close(self) -> None:
+        """End the other ranks: close their sockets, wait, and kill what is left. A second call changes nothing."""
+        children, self._children = self._children, []
+        for _, sock in children:
+            sock.close()
+        for process, _ in children:
+            try:
+                process.wait(EXIT_WAIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _expect(self, sock: socket.socket, kind: str) -> Message:
+        message = receive(sock)
+        if message.kind != kind:
+            raise EngineError(f"a rank could not start: {message.fields.get('error', message.kind)}")
+        return message
+
+
+def run_rank(sock: socket.socket) -> None:
+    """The life of a rank other than 0. Returns when rank 0 closes the socket."""
+    from headwater.models.checkpoint import open_checkpoint
+
+    start = receive(sock)
+    config = EngineConfig(**start.fields["config"])
+    rank, size = int(start.fields["rank"]), int(start.fields["size"])
+    try:
+        placement = choose_placement(config)
+        set_num_threads(config, placement)
+        store = _dist.TCPStore("127.0.0.1", int(start.fields["port"]), size, is_master=False)
+        parallel = TensorParallel(rank, size, _make_group(store, rank, size, placement.device))
+        from headwater.engine.runner import Runner
+
+        checkpoint = open_checkpoint(config.model, config.load_format)
+        runner = Runner(checkpoint, parallel, config, placement)
+        send(sock, "loaded", runner.report._asdict())
+        _follow(sock, runner)
+    except EngineDeadError:
+        return  # rank 0 is gone, or has closed us: both are the end
+    except Exception as error:
+        with suppress(EngineDeadError):
+            send(sock, "failed", {"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+def set_num_threads(config: EngineConfig, placement: Placement) -> None:
+    """Give this rank its part of the cores; on a GPU the host has little to compute."""
+    if placement.device.type == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(config.num_threads or max(1, cores // config.tensor_parallel_size))
+
+
+def _follow(sock: socket.socket, runner: Runner) -> None:
+    previous: torch.Tensor | None = None
+    while True:
+        message = receive(sock)
+        if message.kind == "allocate":
+            runner.allocate(int(message.fields["num_pages"]), int(message.fields["max_model_len"]))
+            send(sock, "ready")
+        elif message.kind == "step":
+            step = StepInput(*message.arrays)
+            runner.forward(step, previous)
+            if message.fields["share_samples"] and len(step.sample_rows):
+                previous = torch.empty(len(step.sample_rows), dtype=torch.int64, device=runner.device)
+                runner.parallel.broadcast(previous)
+        else:
+            raise EngineError(f"rank 0 sent {message.kind!r}, which is no order")
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "headwater.engine.rank", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    return process, ours
+
+
+def _make_group(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    """A process group of its own, without torch's global one: several engines may live in one process."""
+    if device.type == "cuda":
+        return _dist.ProcessGroupNCCL(store, rank, size)
+    options = _dist.ProcessGroupGloo._Options()
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = COLLECTIVE_TIMEOUT
+    return _dist.ProcessGroupGloo(store, rank, size, options)

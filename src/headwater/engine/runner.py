@@ -1,0 +1,186 @@
+"""One rank at work: its weights, its KV cache, and the forward pass of a step.
+
+A runner computes what it is told; who runs when is the scheduler's business, and who samples is rank 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headwater.engine.batch import StepInput
+from headwater.engine.config import EngineConfig
+from headwater.engine.device import TORCH_DTYPES, Placement, rank_device
+from headwater.engine.graphs import DecodeGraphs
+from headwater.engine.kvcache import create_kv_cache, kv_page_bytes
+from headwater.engine.kvcache.paged import PagedKVCache
+from headwater.engine.sizing import MemoryReport, activation_peak, free_memory
+from headwater.kernels.attention import create_attention_backend
+from headwater.kernels.attention.base import AttentionBatch
+from headwater.kv.topology import Topology
+from headwater.models.checkpoint import Checkpoint
+from headwater.models.context import StepContext
+from headwater.models.decoder import build_model
+from headwater.models.parallel import TensorParallel
+from headwater.models.weights import load_weights
+
+Progress = Callable[[int, int], None]
+
+PROFILE_ROWS_CPU = 256
+"""On a CPU the activation peak is measured over this many rows and scaled: a full budget would take seconds."""
+
+
+class Runner:
+    """One rank. Construction loads the weights; `allocate` must follow before the first `forward`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        parallel: TensorParallel,
+        config: EngineConfig,
+        placement: Placement,
+        *,
+        progress: Progress | None = None,
+    ) -> None:
+        self.parallel = parallel
+        self.device = rank_device(placement.device, parallel.rank)
+        self._config = config
+        self._dtype = placement.dtype
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.spec = checkpoint.config.kv_spec(placement.dtype)
+        self._topology = Topology(tp=parallel.size, block_size=config.page_size)
+        self.attention = create_attention_backend(config.attention_backend, self.device)
+        self.cache: PagedKVCache | None = None
+        self._graphs: DecodeGraphs | None = None
+        free_before = free_memory(self.device)
+        self.model = build_model(
+            checkpoint.config,
+            parallel,
+            dtype=TORCH_DTYPES[placement.dtype],
+            device=self.device,
+            max_len=config.max_model_len,
+        )
+        load_weights(self.model, checkpoint, progress)
+        free_after = free_memory(self.device)
+        self.report = MemoryReport(free_before, free_after, self._activation_peak())
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page on this rank."""
+        return kv_page_bytes(
+            self.spec, topology=self._topology, tp_rank=self.parallel.rank, page_size=self._config.page_size
+        )
+
+    def allocate(self, num_pages: int, max_model_len: int) -> None:
+        """Make the KV cache, and on a GPU capture the decode graphs."""
+        self.cache = self._create_cache(num_pages)
+        if self.device.type == "cuda" and self._config.cuda_graphs:
+            self._graphs = DecodeGraphs(self, max_model_len)
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput, previous: Tensor | None) -> Tensor:
+        """Logits of `step.sample_rows` [samples, vocab], on the device. `previous`: the samples of the step before."""
+        assert self.cache is not None, "forward before allocate"
+        if self._graphs is not None and self._graphs.fits(step):
+            return self._graphs.run(step, previous)
+        staged = stage(step, self.device)
+        token_ids = resolve_tokens(staged.token_ids, previous) if step.has_in_flight else staged.token_ids
+        batch = AttentionBatch(
+            staged.query_starts,
+            staged.kv_lens,
+            staged.page_table,
+            tuple(step.query_lens.tolist()),
+            tuple(step.kv_lens.tolist()),
+            step.num_decodes,
+            self._config.page_size,
+        )
+        context = StepContext(staged.positions, staged.slots, self.attention, self.attention.plan(batch), self.cache)
+        hidden = self.model.forward(token_ids, context)
+        return self.model.logits(hidden.index_select(0, staged.sample_rows))
+
+    def _create_cache(self, num_pages: int) -> PagedKVCache:
+        return create_kv_cache(
+            self.spec,
+            topology=self._topology,
+            tp_rank=self.parallel.rank,
+            num_pages=num_pages,
+            page_size=self._config.page_size,
+            layout=self._config.cache_layout,
+            device=self.device,
+        )
+
+    def _activation_peak(self) -> int:
+        """Bytes that the largest step needs besides weights and KV: measured by running one over a single page."""
+        rows, samples = self._config.max_batched_tokens, self._config.max_num_seqs
+        measured = rows if self.device.type == "cuda" else min(rows, PROFILE_ROWS_CPU)
+        self.cache = self._create_cache(1)
+        step = _worst_step(measured, self.model.max_len, self._config.page_size)
+        hidden = torch.zeros(
+            min(rows, samples), self.model.config.hidden_size, dtype=self.model.dtype, device=self.device
+        )
+        computing = activation_peak(lambda: self.forward(step, None), self.device)
+        sampling = activation_peak(lambda: self._profile_sampling(hidden), self.device)
+        self.cache = None
+        return computing * -(-rows // measured) + sampling
+
+    @torch.inference_mode()
+    def _profile_sampling(self, hidden: Tensor) -> None:
+        # The longest way through the sampler holds four float32 copies of the logits.
+        logits = self.model.logits(hidden).float()
+        torch.stack([logits] * 3)
+
+
+class Staged:
+    """A step's arrays on the device, from one transfer."""
+
+    __slots__ = ("kv_lens", "page_table", "positions", "query_starts", "sample_rows", "slots", "token_ids")
+
+    def __init__(self, longs: list[Tensor], ints: list[Tensor]) -> None:
+        self.token_ids, self.positions, self.slots, self.sample_rows = longs
+        self.query_starts, self.kv_lens, self.page_table = ints
+
+
+def stage(step: StepInput, device: torch.device) -> Staged:
+    """Bring a step to the device: one copy, from pinned memory where that matters."""
+    starts = np.zeros(len(step.query_lens) + 1, dtype=np.int32)
+    np.cumsum(step.query_lens, out=starts[1:])
+    longs: list[npt.NDArray[Any]] = [step.token_ids, step.positions, step.slots, step.sample_rows]
+    ints: list[npt.NDArray[Any]] = [starts, step.kv_lens, step.page_table]
+    packed = torch.from_numpy(np.frombuffer(b"".join(a.tobytes() for a in (*longs, *ints)), dtype=np.uint8).copy())
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    at, tensors = 0, []
+    for array in (*longs, *ints):
+        dtype = torch.int64 if array.dtype == np.int64 else torch.int32
+        tensors.append(packed[at : at + array.nbytes].view(dtype).view(array.shape))
+        at += array.nbytes
+    return Staged(tensors[:4], tensors[4:])
+
+
+def resolve_tokens(token_ids: Tensor, previous: Tensor | None) -> Tensor:
+    """Fill in the tokens that only the device knows (see `StepInput.token_ids`)."""
+    assert previous is not None, "a token in flight without a step that sampled it"
+    places = torch.where(token_ids < 0, -1 - token_ids, 0)
+    return torch.where(token_ids < 0, previous[places], token_ids)
+
+
+def _worst_step(rows: int, max_len: int, page_size: int) -> StepInput:
+    """Prompts as long as may be, whose pages are all the same one: the shape counts, not the content."""
+    lens = [max_len] * (rows // max_len) + [rows % max_len] * (rows % max_len > 0)
+    lens.sort(key=lambda length: length > 1)
+    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lens])
+    return StepInput(
+        token_ids=np.zeros(rows, dtype=np.int64),
+        positions=positions,
+        slots=positions % page_size,
+        query_lens=np.array(lens, dtype=np.int32),
+        kv_lens=np.array(lens, dtype=np.int32),
+        page_table=np.zeros((len(lens), -(-max(lens) // page_size)), dtype=np.int32),
+        sample_rows=np.array([rows - 1], dtype=np.int64),
+    )

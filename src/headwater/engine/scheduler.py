@@ -1,0 +1,251 @@
+"""Who runs in the next step: continuous batching with chunked prefill, admission in pages, preemption by recompute.
+
+Everything is ordered by arrival and nothing else, so equal inputs give equal schedules in every process. The
+scheduler owns requests and their pages; it knows no tensors and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from headwater.engine.params import FinishReason
+from headwater.errors import EngineError
+
+if TYPE_CHECKING:
+    from headwater.engine.pages import PagePool
+    from headwater.engine.prefix.base import PrefixCache
+    from headwater.engine.request import Request
+
+
+class Chunk(NamedTuple):
+    """Some tokens of one request, from `start` on; the last chunk before its next token also samples it."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one forward pass computes: single tokens first, then the longer chunks, each in order of arrival."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of this forward pass."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def sampled(self) -> list[Request]:
+        """The requests that get a token, in the order of the samples."""
+        return [chunk.request for chunk in self.chunks if chunk.samples]
+
+
+class Scheduler:
+    """Waiting and running requests over one page pool and one prefix cache."""
+
+    def __init__(
+        self, pool: PagePool, prefix: PrefixCache, *, page_size: int, max_num_seqs: int, max_batched_tokens: int
+    ) -> None:
+        self._pool = pool
+        self._prefix = prefix
+        self._page_size = page_size
+        self._max_num_seqs = max_num_seqs
+        self._max_batched_tokens = max_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        """Ordered by arrival."""
+        self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request. It must fit into an empty cache; whoever adds it has checked that."""
+        self.waiting.append(request)
+
+    def schedule(self) -> Step:
+        """Choose the next step and give its requests the pages it writes to. Empty when nobody can run.
+
+        Running requests go first, those that decode before those that are still computing their prompt; what is
+        left of the token budget goes to newcomers. A request that needs a page when there is none takes it from
+        the youngest request that is not in the step yet, which starts over when there is room again.
+        """
+        budget = self._max_batched_tokens
+        chunks: list[Chunk] = []
+        num_preemptions = self.num_preemptions
+        pending = deque(sorted((r for r in self.running if r.wants_more), key=lambda r: r.num_uncomputed > 1))
+        while pending and budget:
+            request = pending.popleft()
+            count = min(request.num_uncomputed, budget)
+            if self._make_room(request, request.num_computed + count, pending):
+                budget -= count
+                chunks.append(_chunk(request, count))
+        # Whoever was just preempted would come straight back and take the pages away again.
+        while budget and self.num_preemptions == num_preemptions and (newcomer := self._admit()):
+            count = min(newcomer.num_uncomputed, budget)
+            budget -= count
+            chunks.append(_chunk(newcomer, count))
+        chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
+        return Step(tuple(chunks))
+
+    def launched(self, step: Step) -> None:
+        """The step is on its way: its KV counts as computed, and finished prompt pages may be shared.
+
+        Sharing them before the device is done is safe, because whoever reads them does so in a later step.
+        """
+        index = 0
+        for request, _, num_tokens, samples in step.chunks:
+            request.num_computed += num_tokens
+            if samples:
+                request.num_in_flight += 1
+                request.sample_index = index
+                index += 1
+            if num_tokens > 1 or request.num_computed <= request.num_prompt:
+                self._share(request)
+
+    def landed(self, request: Request, token: int) -> None:
+        """The token in flight has reached the host."""
+        request.num_in_flight -= 1
+        request.tokens.append(token)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Take a request out, wherever it is, and give its pages back. A second call changes nothing."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = reason
+        self._release(request)
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def check_integrity(self) -> None:
+        """Verify that every page has the owner that requests and cache say it has. Raises EngineError."""
+        self._pool.check_integrity()
+        self._prefix.check_integrity()
+        for request in self.waiting:
+            if request.pages or request.handle is not None:
+                raise EngineError(f"request {request.id} waits and holds {len(request.pages)} pages")
+        if [r.arrival for r in self.running] != sorted(r.arrival for r in self.running):
+            raise EngineError("running requests are out of order")
+        num_owned = 0
+        for request in self.running:
+            shared = request.handle.num_tokens // self._page_size if request.handle else 0
+            if request.handle and request.handle.pages != request.pages[:shared]:
+                raise EngineError(f"request {request.id} points at other pages than those it pins")
+            if request.page_row[: len(request.pages)].tolist() != request.pages:
+                raise EngineError(f"the page table row of request {request.id} differs from its pages")
+            self._pool.check_owned(request.id, request.pages[shared:])
+            num_owned += len(request.pages) - shared
+        if self._pool.num_free + self._prefix.num_pages + num_owned != self._pool.num_pages:
+            raise EngineError(
+                f"of {self._pool.num_pages} pages {self._pool.num_free} are free, {self._prefix.num_pages} cached and "
+                f"{num_owned} held by running requests: some are lost"
+            )
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)
+
+    def _admit(self) -> Request | None:
+        """Move the oldest waiting request to the running ones, with pages for all its known tokens, if they fit."""
+        if not self.waiting or len(self.running) >= self._max_num_seqs:
+            return None
+        request = self.waiting[0]
+        # All but the last token: its logits are what the next token is sampled from.
+        tokens = request.tokens[:-1]
+        match = self._prefix.match(tokens)
+        missing = self._num_pages(request.num_tokens) - len(match.pages)
+        # Asked before anything is pinned, since most questions are asked by a request that must go on waiting …
+        if not self._has_room(missing):
+            return None
+        handle = self._prefix.lock(tokens, match.num_tokens)
+        # … and again afterwards: what is pinned cannot be evicted any more.
+        if not self._has_room(missing):
+            self._prefix.unlock(handle)
+            return None
+        request.handle = handle
+        request.set_pages(list(handle.pages))
+        request.num_computed = handle.num_tokens
+        if not self._allocate(request, missing):
+            self._release(request)
+            if not self.running:
+                raise EngineError(f"request {request.id} needs {missing} pages and an idle engine has none for it")
+            return None
+        if request.num_cached is None:
+            request.num_cached = handle.num_tokens
+        self.waiting.popleft()
+        # A request that was preempted comes back into its old place.
+        at = len(self.running)
+        while at and self.running[at - 1].arrival > request.arrival:
+            at -= 1
+        self.running.insert(at, request)
+        return request
+
+    def _has_room(self, num_pages: int) -> bool:
+        """Whether a newcomer may have that many pages: one for each running request stays, or it would be preempted
+        again at once. An idle engine has room for every request."""
+        return not self.running or num_pages + len(self.running) <= self._pool.num_free + self._prefix.num_evictable
+
+    def _make_room(self, request: Request, num_tokens: int, pending: deque[Request]) -> bool:
+        """Give `request` pages for `num_tokens`, preempting the youngest of it and `pending` until there are enough."""
+        missing = self._num_pages(num_tokens) - len(request.pages)
+        while not self._allocate(request, missing):
+            victim = max((request, *pending), key=lambda r: r.arrival)
+            self._preempt(victim)
+            if victim is request:
+                return False
+            pending.remove(victim)
+        return True
+
+    def _allocate(self, request: Request, num_pages: int) -> bool:
+        if num_pages <= 0:
+            return True
+        if (lacking := num_pages - self._pool.num_free) > 0:
+            if lacking > self._prefix.num_evictable:
+                return False
+            self._prefix.evict(lacking)
+        pages = self._pool.allocate(request.id, num_pages)
+        if pages is None:
+            return False
+        request.add_pages(pages)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue, in order of arrival. Its whole pages stay in the prefix cache as long as there is room."""
+        self.num_preemptions += 1
+        self.running.remove(request)
+        self._release(request)
+        at = 0
+        while at < len(self.waiting) and self.waiting[at].arrival < request.arrival:
+            at += 1
+        self.waiting.insert(at, request)
+
+    def _share(self, request: Request) -> None:
+        """Offer the whole pages that are computed to the prefix cache, and use its own where it has them already."""
+        whole = min(request.num_computed, len(request.tokens)) // self._page_size
+        shared = request.handle.num_tokens // self._page_size if request.handle else 0
+        if request.handle is None or whole <= shared:
+            return
+        tokens = request.tokens[: whole * self._page_size]
+        result = self._prefix.insert(tokens, request.pages[:whole], request.handle, request.id)
+        request.handle = result.handle
+        request.set_pages(list(result.pages) + request.pages[whole:])
+
+    def _release(self, request: Request) -> None:
+        """Give up all pages: shared ones are unpinned, own ones freed. Harmless when there are none."""
+        if request.handle is None:
+            return
+        self._share(request)
+        shared = request.handle.num_tokens // self._page_size
+        self._prefix.unlock(request.handle)
+        if own := request.pages[shared:]:
+            self._pool.free(request.id, own)
+        request.handle = None
+        request.set_pages([])
+        request.num_computed = 0
+
+
+def _chunk(request: Request, count: int) -> Chunk:
+    return Chunk(request, request.num_computed, count, samples=count == request.num_uncomputed)

@@ -1,0 +1,110 @@
+"""Small random checkpoints of every family, and what `transformers` says to them: the oracle of the engine's tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 512
+NUM_TOKENS = 64
+TIE = 1e-4
+"""Two logits closer than this may swap places between two correct implementations."""
+
+# heads, KV heads → the tensor-parallel sizes they allow
+SHAPES: dict[str, dict[str, int]] = {
+    "llama": {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96},
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64},
+    "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64},
+}
+TP_SIZES = {"smollm2": (1, 3), "llama": (1, 2, 3), "qwen2": (1, 2, 4), "qwen3": (1, 2, 4)}
+
+
+def save_random_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
+    """Write a checkpoint of that family with random weights, large enough that logits are far apart."""
+    import transformers
+
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.15,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": family != "llama",
+        **SHAPES[family],
+    }
+    if family == "qwen3":
+        common["head_dim"] = 16
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    }[family]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**common)).float()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):  # transformers starts them at zero, which would hide them
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(directory, safe_serialization=True)
+    return directory
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Greedy continuation of one prompt, and how far the best token was ahead at each step."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    margins: list[float]
+
+
+@dataclass
+class Comparison:
+    """How many tokens were compared, and how many differed where the reference had a tie."""
+
+    num_tokens: int = 0
+    num_ties: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, where: str, reference: Reference, token_ids: list[int]) -> None:
+        """Compare up to the first difference: after one, the contexts differ and nothing can be said."""
+        for step, (wanted, got) in enumerate(zip(reference.token_ids, token_ids, strict=True)):
+            self.num_tokens += 1
+            if wanted == got:
+                continue
+            if reference.margins[step] < TIE:
+                self.num_ties += 1
+            else:
+                self.wrong.append(
+                    f"{where}: token {step} is {got}, expected {wanted} (ahead by {reference.margins[step]:.5f})"
+                )
+            return
+
+
+@torch.inference_mode()
+def greedy_reference(model: Any, prompt: list[int], num_tokens: int = NUM_TOKENS) -> Reference:
+    """What `transformers` generates, one token at a time with its own cache."""
+    ids, past = torch.tensor([prompt]), None
+    tokens, margins = [], []
+    for _ in range(num_tokens):
+        result = model(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+        past = result.past_key_values
+        best = result.logits[0, -1].topk(2)
+        tokens.append(int(best.indices[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+        ids = torch.tensor([[tokens[-1]]])
+    return Reference(prompt, tokens, margins)
+
+
+def load_transformers(path: Path) -> Any:
+    """The checkpoint in `transformers`: a directory, or a GGUF file."""
+    import transformers
+
+    where = {"gguf_file": path.name} if path.is_file() else {}
+    folder = path.parent if path.is_file() else path
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()

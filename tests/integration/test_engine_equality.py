@@ -1,0 +1,178 @@
+"""The engine says what `transformers` says, token for token, whatever its settings: every pair of them is tried."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headwater.engine.config import EngineConfig
+from headwater.engine.engine import Engine
+from headwater.engine.params import SamplingParams
+
+from covering import Row, covering_array
+
+pytest.importorskip("transformers")
+
+from engine_models import (
+    NUM_TOKENS,
+    TP_SIZES,
+    VOCAB,
+    Comparison,
+    Reference,
+    greedy_reference,
+    load_transformers,
+    save_random_checkpoint,
+)
+
+pytestmark = pytest.mark.slow
+
+PROMPT_LENGTHS = (3, 31, 97, 140)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+FACTORS: dict[str, list[Any]] = {
+    "model": list(TP_SIZES),
+    "tp": [1, 2, 3, 4],
+    "batch": ["alone", "together"],
+    "chunk": [13, 64, 2048],
+    "page_size": [1, 16, 48],
+    "layout": ["layer-first", "page-first"],
+    "prefix": ["naive", "radix", "radix, second time"],
+    "memory": ["ample", "tight"],
+    "overlap": [False, True],
+    "attention": ["cpu", "reference"],
+}
+
+
+def allowed(row: Row) -> bool:
+    fits = "model" not in row or row.get("tp", 1) in TP_SIZES[row["model"]]
+    # One request alone is never preempted.
+    return fits and not (row.get("memory") == "tight" and row.get("batch") == "alone")
+
+
+ROWS = covering_array(FACTORS, allowed)
+Oracle = Callable[[str], tuple[Path, list[Reference]]]
+totals = Comparison()
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(5)
+    shared = [rng.randrange(3, vocab_size) for _ in range(50)]
+    made = [[rng.randrange(3, vocab_size) for _ in range(length)] for length in PROMPT_LENGTHS]
+    return [*made, shared + made[0], shared + made[1]]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """(checkpoint, references) by model, computed once."""
+    known: dict[str, tuple[Path, list[Reference]]] = {}
+
+    def ask(name: str) -> tuple[Path, list[Reference]]:
+        if name not in known:
+            if name == "smollm2":
+                from headwater.models.catalog import find_in_catalog
+
+                path, vocab_size = find_in_catalog(name), 49152
+            else:
+                path, vocab_size = save_random_checkpoint(name, tmp_path_factory.mktemp(name)), VOCAB
+            model = load_transformers(path)
+            torch.set_num_threads(2 if name == "smollm2" else 1)  # small models only wait for their threads
+            known[name] = path, [greedy_reference(model, prompt) for prompt in prompts(vocab_size)]
+        return known[name]
+
+    return ask
+
+
+def num_pages(references: list[Reference], page_size: int, memory: str) -> int:
+    each = [-(-(len(r.prompt) + NUM_TOKENS) // page_size) for r in references]
+    return sum(each) + 8 if memory == "ample" else max(max(each) + 1, sum(each) * 2 // 5)
+
+
+def generate(engine: Engine, references: list[Reference], *, together: bool) -> list[list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for number, reference in enumerate(references):
+        engine.add(str(number), reference.prompt, GREEDY)
+        while engine.has_work and (not together or number == len(references) - 1):
+            for output in engine.step():
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    engine.check_integrity()
+    return [tokens[str(number)] for number in range(len(references))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def report(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Print the array and the count of ties, and hold the latter to its bound."""
+    yield
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print("\nevery pair of settings, greedy, 64 tokens a prompt:")
+        for number, row in enumerate(ROWS):
+            print(f"  {number:2}  " + "  ".join(f"{name}={value}" for name, value in row.items()))
+        print(f"  {totals.num_tokens} tokens compared, {totals.num_ties} differed at a tie (margin below 1e-4)")
+    assert totals.num_ties * 1000 <= totals.num_tokens
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[str(number) for number in range(len(ROWS))])
+def test_equal_to_transformers(row: Row, oracle: Oracle) -> None:
+    path, references = oracle(row["model"])
+    if row["batch"] == "alone":
+        references = references[1:3]
+    config = EngineConfig(
+        model=str(path),
+        device="cpu",
+        tensor_parallel_size=row["tp"],
+        max_model_len=max(len(r.prompt) for r in references) + NUM_TOKENS,
+        page_size=row["page_size"],
+        num_pages=num_pages(references, row["page_size"], row["memory"]),
+        cache_layout=row["layout"],
+        prefix_cache=row["prefix"].split(",")[0],
+        max_batched_tokens=row["chunk"],
+        overlap=row["overlap"],
+        attention_backend=row["attention"],
+        num_threads=None if row["model"] == "smollm2" else 1,
+    )
+    compared = Comparison()
+    with Engine(config) as engine:
+        together = row["batch"] == "together"
+        got = generate(engine, references, together=together)
+        if row["prefix"].endswith("second time"):
+            got = generate(engine, references, together=together)
+            assert engine.stats().num_cached_tokens > 0
+        assert (engine.stats().num_preemptions > 0) == (row["memory"] == "tight")
+    for number, (reference, tokens) in enumerate(zip(references, got, strict=True)):
+        compared.add(f"prompt {number}", reference, tokens)
+    totals.num_tokens += compared.num_tokens
+    totals.num_ties += compared.num_ties
+    assert not compared.wrong, "\n".join(compared.wrong)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_sampling_with_a_seed_is_reproducible(family: str, oracle: Oracle) -> None:
+    """Alone, in a batch, in chunks, after preemption and with overlap: the same seed draws the same tokens."""
+    path, references = oracle(family)
+    params = [
+        SamplingParams(seed=n, temperature=0.8, top_p=0.95, top_k=50, max_tokens=32, ignore_eos=True) for n in range(6)
+    ]
+
+    def run(**settings: Any) -> list[list[int]]:
+        config = EngineConfig(model=str(path), device="cpu", max_model_len=256, num_threads=1, **settings)
+        tokens: dict[str, list[int]] = {}
+        with Engine(config) as engine:
+            for number, reference in enumerate(references):
+                engine.add(str(number), reference.prompt, params[number])
+                while settings.get("max_num_seqs") == 1 and engine.has_work:
+                    for output in engine.step():
+                        tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            while engine.has_work:
+                for output in engine.step():
+                    tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        return [tokens[str(number)] for number in range(len(references))]
+
+    alone = run(num_pages=64, max_num_seqs=1)
+    assert run(num_pages=64) == alone
+    assert run(num_pages=17, overlap=True, max_batched_tokens=20) == alone
+    assert len({tuple(tokens) for tokens in alone}) == len(alone)

@@ -1,0 +1,291 @@
+"""The step loop against a device that checks what it is told: every page a row reads must hold its own prefix.
+
+The fake device keeps, for each slot, the tokens that led to the KV written there. A page freed too early, shared
+wrongly, or written by two requests shows up as a wrong history at the first read.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.engine.batch import StepInput
+from headwater.engine.config import EngineConfig
+from headwater.engine.engine import Engine
+from headwater.engine.executor import Pending
+from headwater.engine.params import FinishReason, RequestOutput, SamplingParams
+from headwater.engine.sampler import Sampled, SamplingBatch
+from headwater.errors import RequestError
+
+VOCAB = 50
+EOS = 7
+
+
+def next_token(prefix: tuple[int, ...]) -> int:
+    """What the fake model says after a prefix. Few enough tokens that prefixes meet and EOS is hit."""
+    return hash(prefix) % VOCAB if len(prefix) % 5 else hash(prefix) % 12
+
+
+class HistoryDevice:
+    """An executor whose KV is the history itself. Results are held back until asked for, as on a GPU."""
+
+    def __init__(self, num_pages: int, page_size: int, max_model_len: int) -> None:
+        self.plan = SimpleNamespace(num_pages=num_pages, max_model_len=max_model_len, explanation="")
+        self.vocab_size = VOCAB
+        self._page_size = page_size
+        self._histories: dict[int, tuple[int, ...]] = {}
+        self._previous: list[int] = []
+        self.max_rows = 0
+        self.num_rows = 0
+
+    def launch(self, step: StepInput, sampling: SamplingBatch) -> Pending:
+        self.max_rows = max(self.max_rows, step.num_rows)
+        self.num_rows += step.num_rows
+        assert sorted(step.query_lens.tolist(), key=lambda n: n > 1) == step.query_lens.tolist(), "decodes come first"
+        assert len(set(step.slots.tolist())) == step.num_rows, "two rows write one slot"
+        samples, row = [], 0
+        for i, count in enumerate(step.query_lens.tolist()):
+            for _ in range(count):
+                position = int(step.positions[row])
+                token = int(step.token_ids[row])
+                token = token if token >= 0 else self._previous[-1 - token]
+                pages = step.page_table[i]
+                at = [
+                    int(pages[t // self._page_size]) * self._page_size + t % self._page_size
+                    for t in range(position + 1)
+                ]
+                assert at[-1] == step.slots[row]
+                history = (*self._histories.get(at[position - 1], ()), token) if position else (token,)
+                assert len(history) == position + 1, "the KV before this token is not there"
+                for t in range(position):
+                    assert self._histories[at[t]] == history[: t + 1], f"position {t} holds another prefix"
+                self._histories[at[-1]] = history
+                if row in step.sample_rows:
+                    samples.append(next_token(history))
+                row += 1
+            assert position + 1 == step.kv_lens[i]
+        self._previous = samples
+        return Pending(Sampled(torch.tensor(samples, dtype=torch.int64), None, None), None)
+
+    def close(self) -> None:
+        pass
+
+
+def make_engine(**settings_: Any) -> tuple[Engine, HistoryDevice]:
+    num_pages = settings_.pop("num_pages", 32)
+    max_model_len = settings_.pop("max_model_len", 64)
+    config = EngineConfig(model="fake", device="cpu", **{"page_size": 4, **settings_})
+    device = HistoryDevice(num_pages, config.page_size, min(max_model_len, num_pages * config.page_size))
+    checkpoint = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(EOS,)))
+    return Engine(config, checkpoint=checkpoint, executor=device), device  # type: ignore[arg-type]
+
+
+def expected(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], FinishReason]:
+    tokens = list(prompt)
+    limit = min(max_model_len - len(prompt), params.max_tokens or max_model_len)
+    while True:
+        tokens.append(next_token(tuple(tokens)))
+        if tokens[-1] == EOS and not params.ignore_eos:
+            return tokens[len(prompt) :], FinishReason.STOP
+        if len(tokens) - len(prompt) >= limit:
+            return tokens[len(prompt) :], FinishReason.LENGTH
+
+
+def collect(outputs: list[RequestOutput], into: dict[str, list[int]], ends: dict[str, FinishReason]) -> None:
+    for output in outputs:
+        assert output.request_id not in ends, "an output after the end"
+        into.setdefault(output.request_id, []).extend(output.token_ids)
+        if output.finish_reason:
+            ends[output.request_id] = output.finish_reason
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> dict[str, Any]:
+    page_size = draw(st.sampled_from([1, 2, 4, 5]))
+    max_model_len = draw(st.integers(8, 40))
+    return {
+        "page_size": page_size,
+        "num_pages": -(-max_model_len // page_size) + draw(st.integers(0, 20)),
+        "max_model_len": max_model_len,
+        "max_num_seqs": draw(st.integers(1, 6)),
+        "max_batched_tokens": draw(st.sampled_from([1, 3, 8, 64])),
+        "prefix_cache": draw(st.sampled_from(["radix", "naive"])),
+        "overlap": draw(st.booleans()),
+    }
+
+
+@given(scenario=scenarios(), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_schedule_gives_the_same_tokens(scenario: dict[str, Any], data: st.DataObject) -> None:
+    """Chunks, pages, preemption, sharing, overlap and aborts change nothing but the order of the work."""
+    engine, _ = make_engine(**scenario)
+    wanted: dict[str, tuple[list[int], FinishReason]] = {}
+    got: dict[str, list[int]] = {}
+    ends: dict[str, FinishReason] = {}
+    for number in range(data.draw(st.integers(1, 10))):
+        prompt = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=engine.max_model_len - 1))
+        params = SamplingParams(
+            max_tokens=data.draw(st.none() | st.integers(1, 20)), temperature=0.0, ignore_eos=data.draw(st.booleans())
+        )
+        engine.add(f"r{number}", prompt, params)
+        wanted[f"r{number}"] = expected(prompt, params, engine.max_model_len)
+        for _ in range(data.draw(st.integers(0, 3))):
+            collect(engine.step(), got, ends)
+            engine.check_integrity()
+        if data.draw(st.integers(0, 4)) == 0:
+            engine.abort(f"r{data.draw(st.integers(0, number))}")
+            engine.check_integrity()
+    for _ in range(5000):
+        if not engine.has_work:
+            break
+        collect(engine.step(), got, ends)
+        engine.check_integrity()
+    assert not engine.has_work
+    for name, (tokens, reason) in wanted.items():
+        if ends[name] is FinishReason.ABORT:
+            assert got[name] == tokens[: len(got[name])]
+        else:
+            assert (got[name], ends[name]) == (tokens, reason)
+    stats = engine.stats()
+    assert stats.num_pages_free + stats.num_pages_evictable == stats.num_pages, "a page is still held by somebody"
+
+
+def run(engine: Engine) -> tuple[dict[str, list[int]], dict[str, FinishReason]]:
+    got: dict[str, list[int]] = {}
+    ends: dict[str, FinishReason] = {}
+    while engine.has_work:
+        collect(engine.step(), got, ends)
+        engine.check_integrity()
+    return got, ends
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def test_a_cache_too_small_preempts_and_goes_on() -> None:
+    engine, _ = make_engine(num_pages=12, max_model_len=40, max_num_seqs=8)
+    for i in range(6):
+        engine.add(f"r{i}", [i, 1, 2, 3, i, 5], GREEDY)
+    got, _ = run(engine)
+    assert engine.stats().num_preemptions > 0
+    assert all(got[f"r{i}"] == expected([i, 1, 2, 3, i, 5], GREEDY, 40)[0] for i in range(6))
+
+
+def test_two_identical_prompts_in_one_step_share_pages_afterwards() -> None:
+    """The second one's duplicate pages are freed only after its row points at the first one's."""
+    engine, _ = make_engine()
+    for name in ("a", "b"):
+        engine.add(name, [1, 2, 3, 4, 5, 6, 7, 8, 9], GREEDY)
+    engine.step()
+    engine.check_integrity()
+    first, second = engine._scheduler.running
+    assert first.pages[:2] == second.pages[:2]
+    assert first.pages[2] != second.pages[2]
+    got, _ = run(engine)
+    assert got["a"] == got["b"]
+
+
+def test_a_second_prompt_computes_only_what_is_new() -> None:
+    engine, device = make_engine()
+    prompt = list(range(20, 41))
+    engine.add("a", prompt, SamplingParams(max_tokens=1, temperature=0.0))
+    run(engine)
+    before = device.num_rows
+    engine.add("b", prompt, SamplingParams(max_tokens=1, temperature=0.0))
+    outputs = engine.step()
+    assert outputs[0].num_cached_tokens == 20
+    assert outputs[0].num_prompt_tokens == 21
+    assert device.num_rows - before == 1
+
+
+def test_an_abort_while_the_step_is_in_flight_frees_each_page_once() -> None:
+    engine, _ = make_engine(overlap=True)
+    engine.add("a", list(range(9)), GREEDY)
+    engine.step()
+    engine.step()
+    engine.abort("a")
+    engine.abort("a")
+    engine.check_integrity()
+    _, ends = run(engine)
+    assert ends == {"a": FinishReason.ABORT}
+    stats = engine.stats()
+    assert stats.num_pages_free + stats.num_pages_evictable == stats.num_pages
+
+
+def test_prompts_that_fill_the_last_page_are_admitted_in_pages() -> None:
+    """Two prompts of 17 tokens and pages of 16: three pages are too few for both, and nothing breaks."""
+    engine, _ = make_engine(page_size=16, num_pages=3, max_model_len=48)
+    for name in ("a", "b"):
+        engine.add(name, [ord(name) % 7] * 17, GREEDY)
+    got, _ = run(engine)
+    assert {len(tokens) for tokens in got.values()} == {12}
+
+
+def test_long_prompts_do_not_hold_up_decoding() -> None:
+    engine, device = make_engine(num_pages=64, max_model_len=200, max_batched_tokens=8)
+    engine.add("short", [1, 2, 3], SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True))
+    engine.step()
+    engine.add("long", list(range(20)) * 5, SamplingParams(max_tokens=1, temperature=0.0))
+    for _ in range(5):
+        assert [output.request_id for output in engine.step()] == ["short"]
+    assert device.max_rows <= 8
+    run(engine)
+
+
+def test_equal_inputs_give_equal_schedules() -> None:
+    def trace() -> list[list[tuple[str, int]]]:
+        engine, _ = make_engine(num_pages=12, max_model_len=40, max_batched_tokens=9)
+        for i in range(8):
+            engine.add(f"r{i}", [i % 3] * (5 + i), GREEDY)
+        steps = []
+        while engine.has_work:
+            step = engine._scheduler.schedule
+            outputs = engine.step()
+            steps.append([(o.request_id, o.token_ids[0]) for o in outputs])
+            assert step is not None
+        return steps
+
+    assert trace() == trace()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [([], "empty"), ([1] * 64, "context holds 64"), ([VOCAB], "token ids"), ([-1], "token ids")]
+)
+def test_what_can_never_be_served_is_refused(prompt: list[int], message: str) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(RequestError, match=message):
+        engine.add("a", prompt, GREEDY)
+    assert not engine.has_work
+
+
+def test_an_id_in_use_is_refused() -> None:
+    engine, _ = make_engine()
+    engine.add("a", [1], GREEDY)
+    with pytest.raises(RequestError, match="in use"):
+        engine.add("a", [2], GREEDY)
+
+
+def test_min_tokens_keeps_stop_tokens_banned() -> None:
+    engine, _ = make_engine()
+    engine.add("a", [1, 2], SamplingParams(min_tokens=2, max_tokens=4, temperature=0.0))
+    from headwater.engine.sampler import make_sampling_batch
+
+    step = engine._scheduler.schedule()
+    assert make_sampling_batch(step.sampled, VOCAB).banned == ((0, (EOS,)),)
+
+
+def test_step_inputs_pad_with_the_dummy_page() -> None:
+    one = np.array([3], dtype=np.int64)
+    small = np.array([1], dtype=np.int32)
+    step = StepInput(one, one, one, small, small, np.zeros((1, 2), np.int32), np.array([0]))
+    padded = step.padded(4, dummy_page=9, page_size=4)
+    assert padded.slots.tolist() == [3, 36, 36, 36]
+    assert padded.kv_lens.tolist() == [1, 1, 1, 1]
+    assert padded.page_table[1:].tolist() == [[9, 9]] * 3
+    assert step.padded(1, 9, 4) is step
