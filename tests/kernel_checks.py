@@ -21,6 +21,7 @@ from headwater.kernels.rope import apply_rope_torch, rope_and_store_torch
 from headwater.kernels.rope_triton import apply_rope_triton, rope_and_store_triton
 from headwater.kernels.store import store_kv_torch
 from headwater.kernels.store_triton import store_kv_triton
+
 from kernel_cases import (
     AttentionCase,
     AttentionShape,
@@ -132,9 +133,11 @@ def check_decode_splits(rng: random.Random, device: str, dtype: torch.dtype) -> 
     assert relative_error(out, expected) < tolerance(dtype), case.shape
 
 
-def check_prefill_splits(rng: random.Random, device: str, dtype: torch.dtype) -> None:
+def check_prefill_splits(
+    rng: random.Random, device: str, dtype: torch.dtype, *, shape: AttentionShape | None = None
+) -> None:
     """Prefill cut along the KV, where tiles may see nothing of a split; decodes' rows stay as they were."""
-    shape = random_shape(rng, max_requests=2, max_query=20, max_prefix=300)
+    shape = shape or random_shape(rng, max_requests=2, max_query=20, max_prefix=300)
     case = AttentionCase(shape, device=device, dtype=dtype)
     n = shape.num_decodes
     heads = shape.kv_heads * shape.group

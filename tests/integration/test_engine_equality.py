@@ -141,7 +141,8 @@ def test_equal_to_transformers(row: Row, oracle: Oracle) -> None:
         got = generate(engine, references, together=together)
         if row["prefix"].endswith("second time"):
             got = generate(engine, references, together=together)
-            assert engine.stats().num_cached_tokens > 0
+            # Where memory is tight, the others' pages may push out each prompt before it comes round again.
+            assert engine.stats().num_cached_tokens > 0 or row["memory"] == "tight"
         assert (engine.stats().num_preemptions > 0) == (row["memory"] == "tight")
     for number, (reference, tokens) in enumerate(zip(references, got, strict=True)):
         compared.add(f"prompt {number}", reference, tokens)

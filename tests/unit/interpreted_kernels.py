@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernel_checks
 from headwater.kernels.attention.triton_backend import decode_splits, prefill_splits
 from headwater.kernels.attention.triton_decode import decode_config
 from headwater.kernels.attention.triton_prefill import prefill_config
+
+import kernel_checks
 from kernel_cases import AttentionShape
 
 torch.set_num_threads(1)
@@ -33,6 +34,16 @@ def test_long_context_is_cut_by_the_backend():
 
 def test_padding_rows_of_a_graph_read_only_their_one_token():
     shape = AttentionShape((1,) * 8, (70, 3, 0, 0, 0, 0, 0, 0), num_decodes=8)
+    kernel_checks.check_attention(random.Random(0), "cpu", torch.float32, shape=shape)
+
+
+def test_rows_of_one_tile_on_both_sides_of_a_split():
+    shape = AttentionShape((20,), (118,), num_decodes=0, kv_heads=1, group=1, dim=16)
+    kernel_checks.check_prefill_splits(random.Random(0), "cpu", torch.float32, shape=shape)
+
+
+def test_queries_that_begin_at_the_edge_of_a_block():
+    shape = AttentionShape((3,) * 4, (30, 31, 32, 62), num_decodes=0, kv_heads=1, group=1, dim=16)
     kernel_checks.check_attention(random.Random(0), "cpu", torch.float32, shape=shape)
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from headwater.errors import ModelError
 from headwater.models.catalog import CATALOG, find_in_catalog
 from headwater.models.checkpoint import base, open_checkpoint, safetensors
+
 from models_support import load_model, run_tokens, save_tiny
 
 INDEX = "model.safetensors.index.json"

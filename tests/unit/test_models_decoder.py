@@ -11,6 +11,7 @@ from headwater.models.checkpoint import open_checkpoint
 from headwater.models.decoder import Decoder, build_model
 from headwater.models.parallel import TensorParallel
 from headwater.models.weights import load_weights
+
 from models_support import load_model, run_ranks, run_tokens, save_tiny
 
 NO_GROUP: Any = object()  # shapes alone need no collectives

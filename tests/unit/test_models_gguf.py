@@ -22,6 +22,7 @@ from headwater.models.checkpoint.gguf_file import read_gguf_header
 from headwater.models.convert import convert_gguf
 from headwater.models.rope import RopeConfig
 from headwater.models.tokenizer import StreamDecoder
+
 from models_support import load_model, run_tokens, save_tiny
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]

@@ -15,9 +15,9 @@ from torch import Tensor
 class AttentionBatch:
     """The ragged shape of one step: `n` requests, those with a single query (decodes) first.
 
-        rows of q         query_starts[i] … query_starts[i + 1]          the queries of request i
-        pages             page_table[i]                                  its KV, token t at page_table[i, t // page_size]
-        positions         kv_lens[i] - query_lens[i] … kv_lens[i]        where its queries stand: they are its last tokens
+        rows of q    query_starts[i] … query_starts[i + 1]     the queries of request i
+        pages        page_table[i]                             its KV, token t in page_table[i, t // page_size]
+        positions    kv_lens[i] - query_lens[i] … kv_lens[i]   where its queries stand: they are its last tokens
 
     The KV of the queries themselves is already in the pages. Columns of `page_table` beyond a request's last page
     may hold anything that is a valid page. The host lists repeat the device tensors, so that planning needs no
