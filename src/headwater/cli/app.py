@@ -7,9 +7,17 @@ from typing import Annotated
 import typer
 
 from headwater.cli.bench import bench_app
+from headwater.cli.chat import chat
+from headwater.cli.convert import convert
+from headwater.cli.generate import generate
 from headwater.cli.pool import pool_app
+from headwater.cli.serve import serve
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(serve)
+app.command()(generate)
+app.command()(chat)
+app.command()(convert)
 app.add_typer(pool_app, name="pool")
 app.add_typer(bench_app, name="bench")
 

@@ -1,0 +1,92 @@
+"""`headwater generate "prompt"`: one answer, streamed to the terminal."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headwater.cli.engine_options import engine_options, needs_extra
+from headwater.cli.output import one_line, print_json, progress
+from headwater.engine.config import EngineConfig
+from headwater.engine.params import SamplingParams
+from headwater.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from headwater.serve.local import LocalModel
+
+MaxTokens = Annotated[int | None, typer.Option(help="Tokens at most; if not given, until the model ends or is full.")]
+Temperature = Annotated[float, typer.Option(help="0 always takes the best token.")]
+TopP = Annotated[float, typer.Option(help="Keep the best tokens that have this probability together.")]
+TopK = Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable; if not given, every run differs.")]
+System = Annotated[str | None, typer.Option(help="A system message.")]
+
+# Small models ramble at OpenAI's defaults; the makers of SmolLM2 recommend these.
+DEFAULT_TEMPERATURE = 0.2
+DEFAULT_TOP_P = 0.9
+
+
+@engine_options
+def generate(
+    config: EngineConfig,
+    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from stdin.")],
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = DEFAULT_TEMPERATURE,
+    top_p: TopP = DEFAULT_TOP_P,
+    top_k: TopK = SamplingParams.top_k,
+    seed: Seed = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text (may be given several times).")] = None,
+    system: System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
+) -> None:
+    """Generate one answer and stream it to the terminal."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise InvalidArgumentError("the prompt is empty; expected some text, as an argument or on stdin")
+    if raw and system is not None:
+        raise InvalidArgumentError("--system needs the chat template; leave out --raw")
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=secrets.randbits(62) if seed is None else seed,
+        stop=tuple(stop or ()),
+    )
+    with needs_extra():
+        from headwater.serve.local import LocalModel
+
+        with progress("loading") as bar:
+            model = LocalModel(config, bar)
+    with model:
+        typer.echo(f"… {one_line(model.label)} on {one_line(model.note)}", err=True)
+        turns = [{"role": "system", "content": system}] if system is not None else []
+        turns.append({"role": "user", "content": text})
+        ids = model.tokenizer.encode(text) if raw else model.tokenizer.apply_chat_template(turns)
+        report = _run(model, ids, params, echo=not as_json)
+    if as_json:
+        print_json(report)
+
+
+def _run(model: LocalModel, ids: list[int], params: SamplingParams, *, echo: bool) -> dict[str, Any]:
+    begin_s = time.monotonic()
+    pieces = []
+    reason = None
+    for delta in model.answer(ids, params):
+        pieces.append(delta.text)
+        reason = delta.finish_reason
+        if echo:
+            print(delta.text, end="", flush=True)
+    if echo:
+        print(flush=True)
+    return {
+        "text": "".join(pieces),
+        "finish_reason": reason.value if reason else None,
+        "usage": model.usage.as_json(),
+        "seconds": round(time.monotonic() - begin_s, 4),
+    }

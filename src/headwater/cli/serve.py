@@ -1,0 +1,88 @@
+"""`headwater serve`: an OpenAI-compatible server for one model."""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headwater.cli.engine_options import engine_options, needs_extra
+from headwater.cli.output import one_line, progress
+from headwater.engine.config import EngineConfig
+from headwater.serve.config import ServerConfig
+
+if TYPE_CHECKING:
+    from headwater.serve.messages import Ready
+
+
+@engine_options
+def serve(
+    config: EngineConfig,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = ServerConfig.host,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = ServerConfig.port,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; if not given, its own name.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HEADWATER_API_KEY",
+            show_envvar=True,
+            help="What clients must send as `Authorization: Bearer KEY`. Needed where others can reach the server.",
+        ),
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Serve other machines without a key.")] = False,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Sequences that may wait for room; more are refused with status 429.")
+    ] = ServerConfig.max_waiting,
+) -> None:
+    """Serve a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
+    with needs_extra():
+        from headwater.serve.server import Hooks, run_server
+
+    server = ServerConfig(
+        engine=config,
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        api_key=api_key,
+        insecure=insecure,
+        max_waiting=max_waiting,
+    )
+    if insecure and api_key is None:
+        typer.echo("warning: --insecure: everybody who can reach this address can use the model", err=True)
+    typer.echo(f"… loading {one_line(config.model)}", err=True)
+    with ExitStack() as bar:
+        on_progress = bar.enter_context(progress("loading"))
+
+        def on_ready(ready: Ready, model: str, url: str) -> None:
+            bar.close()
+            _print_ready(ready, model, url, needs_key=api_key is not None)
+
+        hooks = Hooks(
+            on_progress=on_progress,
+            on_ready=on_ready,
+            on_death=lambda reason: typer.echo(f"error: {one_line(reason)}", err=True),
+        )
+        with needs_extra():
+            code = run_server(server, hooks=hooks)
+    raise typer.Exit(code)
+
+
+def _print_ready(ready: Ready, model: str, url: str, *, needs_key: bool) -> None:
+    num_tokens = ready.num_pages * ready.page_size
+    typer.echo(f"model    {one_line(model)}")
+    typer.echo(f"runs on  {one_line(ready.placement)}")
+    typer.echo(f"KV cache {ready.num_pages:,} pages of {ready.page_size} tokens: room for {num_tokens:,} tokens")
+    typer.echo(f"         {one_line(ready.sizing)}")
+    typer.echo(f"context  {ready.max_model_len:,} tokens; up to {ready.max_num_seqs} sequences at a time")
+    typer.echo(f"ready    {url}/v1  (Ctrl-C stops)\n")
+    key = ' -H "Authorization: Bearer $HEADWATER_API_KEY"' if needs_key else ""
+    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0.2}'
+    typer.echo(
+        f"try: curl -s {url}/v1/chat/completions{key} -H 'content-type: application/json' -d {shlex.quote(body)}"
+    )

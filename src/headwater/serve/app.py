@@ -1,0 +1,307 @@
+"""The HTTP side: an ASGI application with OpenAI's routes, /health and /metrics, in front of one `Generator`.
+
+A request is read and checked, then answered by a response object that watches for the client's leaving all the time: a
+disconnect cancels the work, and leaving the generation's `with` block aborts it in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headwater.errors import EngineDeadError, HeadwaterError, RequestError
+from headwater.serve.errors import error_reply
+from headwater.serve.generation import Generation, Generator
+from headwater.serve.metrics import CONTENT_TYPE, ServerMetrics
+from headwater.serve.openai import Call, parse_chat, parse_completion
+from headwater.serve.replies import ChatReply, Choice, CompletionReply, Reply
+
+BODY_TIMEOUT_S = 60.0
+OPEN_PATHS = frozenset({"/health"})
+"""What needs no API key: a load balancer asks without one."""
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+DONE = b"data: [DONE]\n\n"
+CLIENT_GONE = 499
+"""What a client that left before any answer would have got, as in nginx' logs."""
+
+log = logging.getLogger("headwater.serve")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppConfig:
+    """How the server presents itself."""
+
+    served_model_name: str
+    api_key: str | None
+    max_body_bytes: int
+
+
+def create_app(generator: Generator, config: AppConfig) -> ASGIApp:
+    """The application. It keeps no state of its own besides the metrics."""
+    server = _Server(generator, config)
+    routes = [
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/models", server.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", server.model, methods=["GET"]),
+        Route("/health", server.health, methods=["GET"]),
+        Route("/metrics", server.metrics, methods=["GET"]),
+    ]
+    handlers: dict[Any, Any] = {
+        HeadwaterError: _on_error,
+        HTTPException: _on_http_error,
+        ClientDisconnect: _on_client_gone,
+        Exception: _on_error,
+    }
+    app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
+    if config.api_key is not None:
+        app = _require_key(app, config.api_key)
+    paths = frozenset(route.path for route in routes)
+    return _count_requests(app, generator.metrics, paths)
+
+
+class _Server:
+    """The endpoints."""
+
+    def __init__(self, generator: Generator, config: AppConfig) -> None:
+        self._generator = generator
+        self._config = config
+        self._started = int(time.time())
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return self._answer(parse_chat(await self._body(request)), ChatReply)
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return self._answer(parse_completion(await self._body(request)), CompletionReply)
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME."""
+        self._check_model(request.path_params["name"])
+        return _json(self._card())
+
+    async def health(self, request: Request) -> Response:
+        """200 while the engine lives, 503 when it is gone. (Before it is ready nothing listens.)"""
+        if self._generator.client.death is not None:
+            raise self._generator.client.death
+        return _json({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics, for Prometheus."""
+        return Response(self._generator.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    def _answer(self, call: Call, kind: type[Reply]) -> Response:
+        self._check_model(call.model)
+        reply = kind(
+            self._config.served_model_name,
+            self._generator.tokenizer.token_text,
+            with_logprobs=call.params.logprobs is not None,
+            include_usage=call.include_usage,
+        )
+        return (StreamedAnswer if call.stream else WholeAnswer)(self._generator, call, reply)
+
+    async def _body(self, request: Request) -> bytes:
+        limit = self._config.max_body_bytes
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > limit:
+                        text = f"the body is larger than the {limit} bytes this server takes"
+                        raise RequestError(text, code="request_too_large")
+        except TimeoutError:
+            text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+            raise RequestError(text, code="request_timeout") from None
+        return bytes(body)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._config.served_model_name:
+            text = f"there is no model {name!r} here; this server has {self._config.served_model_name!r}"
+            raise RequestError(text, param="model", code="model_not_found")
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._config.served_model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "headwater",
+            "max_model_len": self._generator.client.ready.max_model_len,
+        }
+
+
+class _Answer(Response):
+    """A response that is made while it is sent, and no longer than somebody waits for it."""
+
+    def __init__(self, generator: Generator, call: Call, reply: Reply) -> None:
+        super().__init__()
+        self._generator = generator
+        self._call = call
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_disconnect(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with await self._generator.begin(self._call) as generation:
+            await self._send(generation, scope, receive, send)
+
+    async def _send(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class WholeAnswer(_Answer):
+    """All at once, when all choices have ended."""
+
+    async def _send(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        choices = [Choice() for _ in range(self._call.num_sequences)]
+        while deltas := await generation.next():
+            for index, delta in deltas:
+                choices[index].add(delta)
+        await _json(self._reply.whole(choices, generation.usage))(scope, receive, send)
+
+
+class StreamedAnswer(_Answer):
+    """Server-sent events. What fails before the first token still gets a proper status; later, an error event."""
+
+    _started = False
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super()._run(scope, receive, send)
+        except Exception as error:
+            if not self._started:
+                raise
+            if not isinstance(error, HeadwaterError):
+                log.exception("a stream failed")
+            event = b"data: " + error_reply(error).body + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": False})
+
+    async def _send(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        deltas = await generation.next()
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        opened: set[int] = set()
+        while deltas:
+            events = []
+            for index, delta in deltas:
+                if index not in opened:
+                    opened.add(index)
+                    events.append(_event(self._reply.opening(index)))
+                events.append(_event(self._reply.chunk(index, delta)))
+            await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+            deltas = await generation.next()
+        last = _event(self._reply.closing(generation.usage)) + DONE
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, but cancel it (and wait until it has cleaned up) when the client leaves. Raises what it raises."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        is_done = working.done()
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if is_done:
+        working.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _require_key(app: ASGIApp, api_key: str) -> ASGIApp:
+    """Refuse, before anything is read, whoever does not bring the key."""
+    expected = f"Bearer {api_key}".encode()
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, expected):
+                error = RequestError("the API key is missing or wrong", code="invalid_api_key")
+                await _error_response(error)(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return checked
+
+
+def _count_requests(app: ASGIApp, metrics: ServerMetrics, paths: frozenset[str]) -> ASGIApp:
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        status = CLIENT_GONE
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await app(scope, receive, noted)
+        finally:
+            path = scope["path"] if scope["path"] in paths else "other"
+            metrics.http_requests.add(1, path, str(status))
+
+    return counted
+
+
+def _json(fields: dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(fields), status, media_type="application/json")
+
+
+def _event(fields: dict[str, Any] | None) -> bytes:
+    return b"" if fields is None else b"data: " + msgspec.json.encode(fields) + b"\n\n"
+
+
+def _error_response(error: Exception) -> Response:
+    status, body, headers = error_reply(error)
+    return Response(body, status, headers, media_type="application/json")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    # The engine's death is reported once, by whoever ends the server.
+    if isinstance(error, HeadwaterError) and not isinstance(error, RequestError | EngineDeadError):
+        log.error("%s %s: %s", request.method, request.url.path, error)
+    return _error_response(error)
+
+
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
+    """Starlette's own: no such path, or not with this method."""
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    text = f"{request.method} {request.url.path}: {error.detail}"
+    return _error_response(RequestError(text, code=code))
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    """It left in the middle of its own request. Nobody reads this."""
+    return Response(status_code=CLIENT_GONE)

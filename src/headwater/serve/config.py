@@ -1,0 +1,50 @@
+"""Every setting of the server besides the engine's, each default written once; the command line reads them here."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headwater.engine.config import EngineConfig
+from headwater.errors import EngineConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Every setting of the server besides the engine's. Raises EngineConfigError for what would be unsafe."""
+
+    engine: EngineConfig
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    """None: the last part of the engine's `model`."""
+    api_key: str | None = field(default=None, repr=False)
+    insecure: bool = False
+    """Serve a network without asking for a key."""
+    max_waiting: int = 256
+    """Sequences that may wait besides the `max_num_seqs` that run; more are refused with 429."""
+    max_body_bytes: int = 16 << 20
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or Path(self.engine.model).resolve().name
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
+            raise EngineConfigError("the API key must be printable ASCII and not empty")
+        if not (self.api_key or self.insecure or _is_loopback(self.host)):
+            raise EngineConfigError(
+                f"--host {self.host} can be reached from other machines; give --api-key (or HEADWATER_API_KEY), "
+                "or --insecure to serve everybody"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

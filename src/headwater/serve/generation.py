@@ -1,0 +1,199 @@
+"""From a checked call to deltas of text: tokenising, admission, the engine, decoding, and the metrics of all that."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
+
+from headwater.errors import HeadwaterError, ModelError, RequestError
+from headwater.models.tokenizer import StreamDecoder
+from headwater.serve.client import Arrival, EngineClient, Flight, Job
+from headwater.serve.metrics import ServerMetrics
+from headwater.serve.openai import Call
+from headwater.serve.output import Delta, TextOutput
+from headwater.serve.replies import Usage
+
+LONG_TEXT_CHARS = 4096
+"""Texts longer than this are tokenised in a thread: they would keep the event loop for milliseconds."""
+
+
+class Tokenizer(Protocol):
+    """What the server needs of `headwater.models.tokenizer.Tokenizer`. Calls may come from several threads at once."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str: ...
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+    def token_text(self, token_id: int) -> str: ...
+
+
+class ChoiceDelta(NamedTuple):
+    """A delta and the choice it belongs to."""
+
+    choice: int
+    delta: Delta
+
+
+class Generator:
+    """Takes calls to one engine. At most `max_sequences` are admitted at a time; more are refused at once."""
+
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics, *, max_sequences: int
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self._max_sequences = max_sequences
+        self._num_admitted = 0
+
+    async def begin(self, call: Call) -> Generation:
+        """Tokenise and send to the engine. Raises RequestError for what the engine or this server cannot take now."""
+        arrival_s = time.monotonic()
+        self._admit(call.num_sequences)
+        try:
+            prompts = await self._tokenise(call)
+            jobs = [Job(prompt, call.params_of(choice)) for prompt in prompts for choice in range(call.num_choices)]
+            flight = await self.client.submit(jobs)
+        except BaseException:
+            self.release(call.num_sequences)
+            raise
+        return Generation(self, call, flight, arrival_s)
+
+    def release(self, num_sequences: int) -> None:
+        """Make room for others."""
+        self._num_admitted -= num_sequences
+
+    def _admit(self, num_sequences: int) -> None:
+        if num_sequences > self._max_sequences:
+            text = f"the call asks for {num_sequences} sequences; this server takes {self._max_sequences} at a time"
+            raise RequestError(text, param="n")
+        if self._num_admitted + num_sequences > self._max_sequences:
+            text = f"{self._num_admitted} sequences are running or waiting, which is as many as are taken; try later"
+            raise RequestError(text, code="overloaded")
+        self._num_admitted += num_sequences
+
+    async def _tokenise(self, call: Call) -> list[list[int]]:
+        num_chars = sum(len(turn["content"]) for turn in call.messages)
+        num_chars += sum(len(prompt) for prompt in call.prompts if isinstance(prompt, str))
+        if num_chars > LONG_TEXT_CHARS:
+            prompts = await asyncio.to_thread(self._encode, call)
+        else:
+            prompts = self._encode(call)
+        param = "messages" if call.is_chat else "prompt"
+        for prompt in prompts:
+            self._check(prompt, param)
+        return prompts
+
+    def _encode(self, call: Call) -> list[list[int]]:
+        if not call.is_chat:
+            return [self.tokenizer.encode(text) if isinstance(text, str) else text for text in call.prompts]
+        try:
+            return [self.tokenizer.apply_chat_template(call.messages)]
+        except ModelError as error:  # no template: this model cannot chat
+            raise RequestError(str(error), param="messages") from error
+
+    def _check(self, prompt: list[int], param: str) -> None:
+        ready = self.client.ready
+        if not prompt:
+            raise RequestError(f"{param} gives no tokens; expected at least one", param=param)
+        if len(prompt) >= ready.max_model_len:
+            text = (
+                f"the prompt is {len(prompt)} tokens and the context of this server is {ready.max_model_len}, "
+                "with room for at least one token of output; shorten it"
+            )
+            raise RequestError(text, param=param, code="context_length_exceeded")
+        if max(prompt) >= ready.vocab_size:
+            text = f"{param} has token id {max(prompt)}; expected less than {ready.vocab_size}"
+            raise RequestError(text, param=param)
+
+
+class _Sequence:
+    """What is counted of one sequence."""
+
+    def __init__(self, text: TextOutput) -> None:
+        self.text = text
+        self.last_s: float | None = None
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+
+
+class Generation:
+    """A call on its way. Leave its `with` block, for whatever reason, and what still runs is aborted."""
+
+    def __init__(self, generator: Generator, call: Call, flight: Flight, arrival_s: float) -> None:
+        self._generator = generator
+        self._metrics = generator.metrics
+        self._call = call
+        self._flight = flight
+        self._arrival_s = arrival_s
+        tokenizer, eos_token_ids = generator.tokenizer, generator.client.ready.eos_token_ids
+        self._sequences = [
+            _Sequence(TextOutput(StreamDecoder(tokenizer), call.params, eos_token_ids))
+            for _ in range(call.num_sequences)
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._flight.close()
+        self._generator.release(len(self._sequences))
+        outcome = "error" if isinstance(error, HeadwaterError) else "abort"
+        for sequence in self._sequences:
+            if sequence.text.finish_reason is None:
+                self._metrics.sequences.add(1, outcome)
+
+    async def next(self) -> list[ChoiceDelta]:
+        """The next deltas, those that say nothing left out; empty when all choices have ended.
+
+        Raises RequestError if the engine refuses the call, EngineDeadError if it dies.
+        """
+        while arrivals := await self._flight.next():
+            deltas = [self._take(arrival) for arrival in arrivals]
+            if said := [item for item in deltas if item is not None]:
+                return said
+        return []
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far. A prompt counts once, however many choices it has."""
+        firsts = self._sequences[:: self._call.num_choices]
+        return Usage(
+            sum(sequence.num_prompt_tokens for sequence in firsts),
+            sum(sequence.num_cached_tokens for sequence in firsts),
+            sum(sequence.text.num_tokens for sequence in self._sequences),
+        )
+
+    def _take(self, arrival: Arrival) -> ChoiceDelta | None:
+        index, output, time_s = arrival
+        sequence = self._sequences[index]
+        if sequence.text.finish_reason is not None:
+            return None  # it ended at a stop string, and this was already on its way
+        num_before = sequence.text.num_tokens
+        delta = sequence.text.feed(output)
+        self._count(sequence, output.num_prompt_tokens, output.num_cached_tokens, num_before, time_s)
+        if delta.finish_reason is not None:
+            self._flight.finish(index)
+            self._metrics.sequences.add(1, delta.finish_reason.value)
+            self._metrics.sequence_s.observe(time_s - self._arrival_s)
+        if not (delta.text or delta.logprobs or delta.finish_reason):
+            return None
+        return ChoiceDelta(index, delta)
+
+    def _count(self, sequence: _Sequence, num_prompt: int, num_cached: int, num_before: int, time_s: float) -> None:
+        num_new = sequence.text.num_tokens - num_before
+        if not num_new:
+            return
+        self._metrics.generated_tokens.add(num_new)
+        if sequence.last_s is None:
+            sequence.num_prompt_tokens, sequence.num_cached_tokens = num_prompt, num_cached
+            self._metrics.prompt_tokens.add(num_prompt)
+            self._metrics.cached_tokens.add(num_cached)
+            self._metrics.first_token_s.observe(time_s - self._arrival_s)
+        else:
+            self._metrics.inter_token_s.observe((time_s - sequence.last_s) / num_new, num_new)
+        sequence.last_s = time_s

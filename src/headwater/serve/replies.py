@@ -1,0 +1,169 @@
+"""OpenAI's answers: what a whole response and the chunks of a stream look like, for chats and for completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from headwater.engine.params import FinishReason
+from headwater.serve.output import Delta, LogprobEntry
+
+LEAST_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON cannot say."""
+
+TokenText = Callable[[int], str]
+
+
+class Usage(NamedTuple):
+    """Tokens of one call, over all its prompts and choices."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The `usage` object."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_generated_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+@dataclass
+class Choice:
+    """A choice of a whole response, gathered from its deltas."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append what became certain."""
+        self.text.append(delta.text)
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+
+
+class Reply:
+    """The answer to one call: constant fields, and the two shapes. Subclasses differ in the shape of a choice."""
+
+    id_prefix = ""
+    whole_object = ""
+    chunk_object = ""
+
+    def __init__(self, model: str, token_text: TokenText, *, with_logprobs: bool, include_usage: bool) -> None:
+        self._token_text = token_text
+        self._with_logprobs = with_logprobs
+        self._include_usage = include_usage
+        self._head = {"id": f"{self.id_prefix}-{uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        shapes = [
+            self._choice(index, self._message("".join(choice.text)), choice.logprobs, choice.finish_reason)
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._head, "object": self.whole_object, "choices": shapes, "usage": usage.as_json()}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """A chunk that comes before a choice's first text, if there is one."""
+        return None
+
+    def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+        """A chunk of a stream."""
+        return self._chunk([self._choice(index, self._piece(delta.text), delta.logprobs, delta.finish_reason)])
+
+    def closing(self, usage: Usage) -> dict[str, Any] | None:
+        """The last chunk, with the usage, if that was asked for."""
+        return self._chunk([]) | {"usage": usage.as_json()} if self._include_usage else None
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_object, "choices": choices}
+        return chunk | {"usage": None} if self._include_usage else chunk
+
+    def _choice(
+        self, index: int, content: dict[str, Any], entries: list[LogprobEntry], finish_reason: FinishReason | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            **content,
+            "logprobs": self._logprobs(entries) if self._with_logprobs else None,
+            "finish_reason": finish_reason.value if finish_reason else None,
+        }
+
+    def _message(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _piece(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatReply(Reply):
+    """/v1/chat/completions."""
+
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return self._chunk([choice])
+
+    def _message(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _piece(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+    def _logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
+        content = []
+        for (token_id, logprob, top), _ in entries:
+            best = [self._token(other_id, other) for other_id, other in top]
+            content.append(self._token(token_id, logprob) | {"top_logprobs": best})
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._token_text(token_id)
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode())}
+
+
+class CompletionReply(Reply):
+    """/v1/completions."""
+
+    id_prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def _message(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    _piece = _message
+
+    def _logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
+        return {
+            "tokens": [self._token_text(entry.logprobs.token_id) for entry in entries],
+            "token_logprobs": [max(entry.logprobs.logprob, LEAST_LOGPROB) for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries],
+            "text_offset": [entry.text_offset for entry in entries],
+        }
+
+    def _top(self, entry: LogprobEntry) -> dict[str, float]:
+        """The best tokens by their text, the chosen one among them. Of tokens with the same text the best counts."""
+        token_id, logprob, top = entry.logprobs
+        best: dict[str, float] = {}
+        for other_id, other in [*top, (token_id, logprob)]:
+            best.setdefault(self._token_text(other_id), max(other, LEAST_LOGPROB))
+        return best

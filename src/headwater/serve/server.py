@@ -1,0 +1,207 @@
+"""The life of a server: take the port, start the engine, serve, and stop when asked to or when the engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from headwater import __version__
+from headwater.engine.config import EngineConfig
+from headwater.serve.app import AppConfig, create_app
+from headwater.serve.client import WORKER_COMMAND, EngineClient
+from headwater.serve.config import ServerConfig
+from headwater.serve.generation import Generator, Tokenizer
+from headwater.serve.messages import Ready
+from headwater.serve.metrics import ServerMetrics
+
+STOP_GRACE_S = 1
+"""How long a client may take to read the error that ends its request when the server stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What is told on the way: progress of loading, and where the server can be reached once it can."""
+
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    on_ready: Callable[[Ready, str, str], None] = lambda ready, model, url: None
+    """Facts of the engine, name of the model, URL."""
+    on_death: Callable[[str], None] = lambda reason: None
+
+
+def run_server(
+    config: ServerConfig,
+    *,
+    hooks: Hooks | None = None,
+    load_tokenizer: Callable[[EngineConfig], Tokenizer] | None = None,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+) -> int:
+    """Serve until SIGINT or SIGTERM (returns 0) or until the engine dies (returns 1).
+
+    Raises OSError if the port cannot be had, and what starting the engine raises.
+    """
+    return asyncio.run(_run(config, load_tokenizer or load_tokenizer_of, hooks or Hooks(), worker_command))
+
+
+def load_tokenizer_of(config: EngineConfig) -> Tokenizer:
+    """The tokenizer of the checkpoint. Takes seconds: it imports torch and transformers."""
+    from headwater.models.checkpoint import open_checkpoint
+
+    return open_checkpoint(config.model, config.load_format).load_tokenizer()
+
+
+async def _run(
+    config: ServerConfig,
+    load_tokenizer: Callable[[EngineConfig], Tokenizer],
+    hooks: Hooks,
+    worker_command: Sequence[str],
+) -> int:
+    with _bound_socket(config.host, config.port) as sock, _stop_signals() as stop:
+        stopping = asyncio.create_task(stop.wait())
+        starting = asyncio.create_task(_start(config.engine, load_tokenizer, hooks, worker_command))
+        await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            return 0
+        client, tokenizer = starting.result()
+        try:
+            return await _serve(config, client, tokenizer, hooks, sock, stopping)
+        finally:
+            await client.close()
+            stopping.cancel()
+
+
+async def _serve(
+    config: ServerConfig,
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    hooks: Hooks,
+    sock: socket.socket,
+    stopping: asyncio.Task[bool],
+) -> int:
+    model = config.model_name
+    server = _make_server(config, client, tokenizer, model)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    listening = asyncio.create_task(server.listening.wait())
+    dying = asyncio.create_task(client.wait_dead())
+    try:
+        await asyncio.wait({listening, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if listening.done():
+            hooks.on_ready(client.ready, model, _url(config.host, sock.getsockname()[1]))
+        await asyncio.wait({stopping, dying, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if client.death is not None:
+            hooks.on_death(str(client.death))
+        code = 0 if stopping.done() and client.death is None else 1
+        # Closing the client ends every request with an error event, so that no connection has to be cut.
+        server.should_exit = True
+        await client.close()
+        await serving
+        return code
+    finally:
+        listening.cancel()
+        dying.cancel()
+
+
+async def _start(
+    config: EngineConfig,
+    load_tokenizer: Callable[[EngineConfig], Tokenizer],
+    hooks: Hooks,
+    worker_command: Sequence[str],
+) -> tuple[EngineClient, Tokenizer]:
+    """Engine and tokenizer side by side; if one fails, the other is stopped and the error raised."""
+    tokenizer = asyncio.create_task(asyncio.to_thread(load_tokenizer, config))
+    engine = asyncio.create_task(EngineClient.start(config, command=worker_command, on_progress=hooks.on_progress))
+    try:
+        # Whichever fails first is heard first: a model that is not there need not wait for the engine to find out.
+        await asyncio.wait({engine, tokenizer}, return_when=asyncio.FIRST_EXCEPTION)
+        if tokenizer.done():
+            tokenizer.result()
+        return await engine, await tokenizer
+    except BaseException:
+        for task in (engine, tokenizer):
+            task.cancel()
+        results = await asyncio.gather(engine, tokenizer, return_exceptions=True)
+        if isinstance(results[0], EngineClient):
+            await results[0].close()
+        raise
+
+
+def _make_server(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, model: str) -> _Server:
+    metrics = ServerMetrics(lambda: client.stats, {"version": __version__, "model": model})
+    limit = client.ready.max_num_seqs + config.max_waiting
+    app = create_app(
+        Generator(client, tokenizer, metrics, max_sequences=limit),
+        AppConfig(served_model_name=model, api_key=config.api_key, max_body_bytes=config.max_body_bytes),
+    )
+    return _Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=STOP_GRACE_S,
+        )
+    )
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers (ours are there before the engine starts), and saying when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.listening.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def _stop_signals() -> Iterator[asyncio.Event]:
+    """An event that Ctrl-C and `kill` set, instead of ending the process wherever it is."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    for number in numbers:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
+    """The port, taken before the model is loaded: better to hear at once that it is busy."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, number)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}: {error.strerror}; choose another address with --host") from error
+    with sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(address)
+        except OSError as error:
+            text = f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host"
+            raise OSError(text) from error
+        yield sock
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,245 @@
+"""The engine process: `python -m headwater.serve.worker FD`, one per server, started by `EngineClient`.
+
+It reads messages from the socket FD, steps the engine while there is work, and sends what comes out. It lives no longer
+than its parent: when the socket closes, the whole process group (the ranks of tensor parallelism too) goes at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+from headwater.engine.config import EngineConfig
+from headwater.engine.params import RequestOutput, SamplingParams
+from headwater.errors import EngineError, HeadwaterError, RequestError
+from headwater.serve.messages import (
+    READ_BYTES,
+    Abort,
+    Failed,
+    FrameReader,
+    FromEngine,
+    Outputs,
+    Progress,
+    Ready,
+    Rejected,
+    Shutdown,
+    Start,
+    StartFailed,
+    Stats,
+    Submit,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
+
+STATS_INTERVAL_S = 0.25
+PROGRESS_INTERVAL_S = 0.05
+
+log = logging.getLogger("headwater.serve.worker")
+
+
+class EngineLike(Protocol):
+    """What the worker needs of an engine; `headwater.engine.engine.Engine` is one, the tests' fake another."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Any: ...
+    def abort(self, request_id: str) -> Any: ...
+    def step(self) -> list[RequestOutput]: ...
+    def close(self) -> None: ...
+
+
+class Running(NamedTuple):
+    """An engine and what the server must know of it."""
+
+    engine: EngineLike
+    ready: Ready
+    stats: Callable[[], Stats]
+
+
+Creator = Callable[[EngineConfig, Callable[[int, int], None]], Running]
+
+
+class Channel:
+    """The worker's end of the socket: whole messages, in order."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader = FrameReader()
+        self._last_progress_s = 0.0
+
+    def send(self, message: FromEngine) -> None:
+        """Send one message; blocks while the server is not reading. Raises OSError if it is gone."""
+        self._sock.sendall(encode(message))
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        """Report loading, often enough for a bar and no oftener."""
+        now_s = time.monotonic()
+        if done_bytes >= total_bytes or now_s - self._last_progress_s >= PROGRESS_INTERVAL_S:
+            self._last_progress_s = now_s
+            self.send(Progress(done_bytes, total_bytes))
+
+    def receive(self, *, block: bool) -> list[ToEngine]:
+        """The messages that are there; with `block`, at least one. Raises EOFError when the server is gone."""
+        messages: list[ToEngine] = []
+        while not messages:
+            try:
+                data = self._sock.recv(READ_BYTES, 0 if block else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            if not data:
+                raise EOFError("the server closed its end")
+            messages += map(decode_to_engine, self._reader.feed(data))
+        return messages
+
+
+def serve_engine(channel: Channel, running: Running) -> None:
+    """Work until told to shut down. Raises what the engine raises; a bad request is only rejected."""
+    engine = running.engine
+    next_stats_s = 0.0
+    while True:
+        now_s = time.monotonic()
+        if not engine.has_work or now_s >= next_stats_s:
+            channel.send(running.stats())
+            next_stats_s = now_s + STATS_INTERVAL_S
+        for message in channel.receive(block=not engine.has_work):
+            match message:
+                case Submit():
+                    _submit(channel, engine, message)
+                case Abort(request_id):
+                    engine.abort(request_id)
+                case Shutdown():
+                    return
+                case Start():
+                    raise EngineError("a second Start; the engine process builds one engine")
+        if engine.has_work and (outputs := engine.step()):
+            channel.send(Outputs(outputs))
+
+
+def main(argv: Sequence[str], create: Creator) -> int:
+    """Entry point of the process: FD of the socket in, exit code out (0 asked to stop, 1 failed)."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s engine: %(message)s")
+    # A terminal's Ctrl-C reaches the server alone, which then tells us; `kill` unwinds like any other exit.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _stop)
+    sock = socket.socket(fileno=int(argv[0]))
+    sock.set_inheritable(False)
+    _die_with(sock)
+    channel = Channel(sock)
+    try:
+        running = _start(channel, create)
+    except (OSError, EOFError):
+        return 1
+    if running is None:
+        return 1
+    try:
+        channel.send(running.ready)
+        serve_engine(channel, running)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 1
+    except Exception as error:
+        log.exception("the engine failed")
+        _try_send(channel, Failed(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        running.engine.close()
+    return 0
+
+
+def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) -> Running:
+    """The real engine. Torch is imported here, so that the socket is watched before that takes its time."""
+    from headwater.engine.engine import Engine
+
+    engine = Engine(config, progress=progress)
+    model = engine.checkpoint.config
+
+    def stats() -> Stats:
+        now = engine.stats()
+        return Stats(
+            num_running=now.num_running,
+            num_waiting=now.num_waiting,
+            num_pages=now.num_pages,
+            num_used_pages=now.num_pages - now.num_pages_free - now.num_pages_evictable,
+            num_cached_pages=now.num_pages_evictable,
+            num_prompt_tokens=now.num_prompt_tokens,
+            num_cached_tokens=now.num_cached_tokens,
+            num_generated_tokens=now.num_generated_tokens,
+            num_preemptions=now.num_preemptions,
+            num_steps=now.num_steps,
+        )
+
+    ready = Ready(
+        model=engine.checkpoint.label,
+        max_model_len=engine.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=list(model.eos_token_ids),
+        num_pages=engine.plan.num_pages,
+        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs,
+        placement=engine.placement.reason,
+        sizing=engine.plan.explanation,
+    )
+    return Running(engine, ready, stats)
+
+
+def _start(channel: Channel, create: Creator) -> Running | None:
+    messages = channel.receive(block=True)
+    if len(messages) != 1 or not isinstance(messages[0], Start):
+        raise EngineError(f"expected one Start, got {messages}")
+    try:
+        return create(messages[0].config, channel.progress)
+    except HeadwaterError as error:
+        _try_send(channel, StartFailed(str(error), type(error).__name__))
+    except ImportError as error:
+        _try_send(channel, StartFailed(f"{error}; pip install 'headwater[serve]'", type(error).__name__))
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:
+        log.exception("the engine could not start")
+        _try_send(channel, StartFailed(f"{type(error).__name__}: {error}", type(error).__name__))
+    return None
+
+
+def _submit(channel: Channel, engine: EngineLike, message: Submit) -> None:
+    try:
+        engine.add(message.request_id, message.prompt, message.params)
+    except RequestError as error:
+        channel.send(Rejected(message.request_id, str(error), error.param, error.code))
+
+
+def _try_send(channel: Channel, message: FromEngine) -> None:
+    try:
+        channel.send(message)
+    except OSError:
+        pass  # the server is gone as well, and nobody is left to tell
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def _die_with(sock: socket.socket) -> None:
+    """Watch for the other end's death from a thread: the main one may be deep in a step, or in loading weights."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(sock.fileno(), select.POLLHUP | select.POLLRDHUP)
+        poll.poll()
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], create_engine))

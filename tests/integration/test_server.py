@@ -1,0 +1,505 @@
+"""The server as a process, around an engine without a model: what clients see, and what happens when things die.
+
+The engine's process is real, and so are the sockets; only the model is made up (`fake_engine.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("msgspec")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import httpx
+
+from headwater.engine.config import EngineConfig
+from headwater.engine.params import SamplingParams
+from headwater.errors import EngineDeadError, EngineError, ModelError, RequestError
+from headwater.serve import client as client_module
+from headwater.serve.client import Arrival, EngineClient, Flight, Job
+
+import fake_engine
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 20.0
+
+
+class Server:
+    """A server process around the fake engine."""
+
+    def __init__(self, aborts: Path, **options: Any) -> None:
+        self.aborts = aborts
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(Path(__file__).parent)])
+        self.process = subprocess.Popen(
+            [sys.executable, fake_engine.__file__, "serve", json.dumps({"port": 0, **options})],
+            env=os.environ | {"PYTHONPATH": path, "FAKE_ENGINE_ABORTS": str(aborts)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.url = json.loads(line)["url"] if line else ""
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
+
+    def chat(self, content: str, **fields: Any) -> Any:
+        return self.http.post("/v1/chat/completions", json=chat_body(content, **fields))
+
+    def metric(self, name: str) -> float:
+        for line in self.http.get("/metrics").text.splitlines():
+            if line.startswith(f"headwater_{name} "):
+                return float(line.split()[1])
+        raise AssertionError(f"no metric {name}")
+
+    def engine_pid(self) -> int:
+        (child,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(child)
+
+    def wait_exit(self) -> int:
+        return self.process.wait(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate(timeout=TIMEOUT_S)
+
+
+def chat_body(content: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], **fields}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def events(text: str) -> list[Any]:
+    """The data of a stream; [DONE] is None."""
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    return [None if item == "[DONE]" else json.loads(item) for item in data]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("server") / "aborts", max_waiting=4)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(**options: Any) -> Server:
+            made = Server(tmp_path / "aborts", **options)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+# What clients get
+
+
+def test_chat(server: Server) -> None:
+    body = server.chat("say:grüße").json()
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "grüße", "refusal": None}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
+    assert (body["object"], body["model"]) == ("chat.completion", "fake")
+    assert body["usage"] == {
+        "prompt_tokens": 11,
+        "completion_tokens": 8,
+        "total_tokens": 19,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    again = server.chat("say:grüße").json()
+    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 10}
+    assert again["id"] != body["id"]
+
+
+def test_streamed_chat_is_the_same_text(server: Server) -> None:
+    fields = {"stream": True, "stream_options": {"include_usage": True}, "n": 2}
+    reply = server.chat("say:grüße", **fields)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *chunks, last, done = events(reply.text)
+    assert done is None
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 16
+    assert all(chunk["usage"] is None and chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    for index in (0, 1):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == "grüße"
+        assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
+
+
+def test_a_stream_without_options_has_no_usage(server: Server) -> None:
+    *chunks, done = events(server.chat("say:hi", stream=True).text)
+    assert done is None
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+def test_length(server: Server) -> None:
+    body = server.chat("count", max_tokens=3).json()
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["choices"][0]["message"]["content"] == "abc"
+
+
+def test_completions_of_several_prompts_and_choices(server: Server) -> None:
+    fields = {"prompt": ["say:one", "count"], "n": 2, "seed": 5, "max_tokens": 4}
+    body = server.http.post("/v1/completions", json=fields).json()
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
+        (0, "one"),
+        (1, "one"),
+        (2, "fghi"),
+        (3, "ghij"),
+    ]
+    assert body["usage"]["prompt_tokens"] == 12
+    ids = [list(b"say:x"), list(b"say:y")]
+    body = server.http.post("/v1/completions", json={"prompt": ids}).json()
+    assert [choice["text"] for choice in body["choices"]] == ["x", "y"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_ends_the_text_and_the_work(server: Server, stream: bool) -> None:
+    fields = {"prompt": "count", "max_tokens": 10_000, "stop": ["zzz", "fgh"], "stream": stream}
+    reply = server.http.post("/v1/completions", json=fields)
+    if stream:
+        chunks = [chunk["choices"][0] for chunk in events(reply.text) if chunk]
+        text, reason = "".join(chunk["text"] for chunk in chunks), chunks[-1]["finish_reason"]
+    else:
+        (choice,) = reply.json()["choices"]
+        text, reason = choice["text"], choice["finish_reason"]
+        assert reply.json()["usage"]["completion_tokens"] == 8
+    assert (text, reason) == ("abcde", "stop")
+    wait_until(lambda: server.metric("requests_running") == 0)
+
+
+def test_logprobs(server: Server) -> None:
+    content = server.chat("say:ab", logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    assert content[0] == {
+        "token": "a",
+        "logprob": -0.5,
+        "bytes": [97],
+        "top_logprobs": [
+            {"token": "a", "logprob": -0.5, "bytes": [97]},
+            {"token": "b", "logprob": -1.5, "bytes": [98]},
+        ],
+    }
+    assert [entry["token"] for entry in content] == ["a", "b"]
+    body = server.http.post("/v1/completions", json={"prompt": "say:ab", "logprobs": 1}).json()
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"a": -0.5}, {"b": -0.5}],
+        "text_offset": [0, 1],
+    }
+
+
+def test_models_and_health(server: Server) -> None:
+    (card,) = server.http.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"]) == ("fake", "model")
+    assert server.http.get("/v1/models/fake").json()["id"] == "fake"
+    assert server.http.get("/v1/models/other").status_code == 404
+    assert server.http.get("/health").status_code == 200
+
+
+# What clients get wrong
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "status", "param", "code"),
+    [
+        ("/v1/chat/completions", b"{", 400, None, None),
+        ("/v1/chat/completions", b"{}", 400, "messages", None),
+        ("/v1/chat/completions", json.dumps(chat_body("x", n="two")).encode(), 400, "n", None),
+        ("/v1/chat/completions", json.dumps(chat_body("x", model="no")).encode(), 404, "model", "model_not_found"),
+        ("/v1/chat/completions", json.dumps(chat_body("x", n=9)).encode(), 400, "n", None),
+        ("/v1/chat/completions", b'{"messages":[{"role":"king","content":"x"}]}', 400, "messages", None),
+        ("/v1/completions", b'{"prompt":""}', 400, "prompt", None),
+        ("/v1/completions", b'{"prompt":[299,300]}', 400, "prompt", None),
+        ("/v1/completions", b'{"prompt":"refuse"}', 400, "prompt", "refused"),
+        ("/v1/completions", b'{"prompt":"refuse","stream":true}', 400, "prompt", "refused"),
+        ("/v1/completions", json.dumps({"prompt": "x" * 20_000}).encode(), 400, "prompt", "context_length_exceeded"),
+        ("/v1/completions", b"[" + b"1," * (9 << 20), 413, None, "request_too_large"),
+        ("/v1/nothing", b"", 404, None, "not_found"),
+        ("/health", b"", 405, None, "method_not_allowed"),
+    ],
+)
+def test_errors_have_openais_shape(
+    server: Server, path: str, content: bytes, status: int, param: str | None, code: str | None
+) -> None:
+    reply = server.http.post(path, content=content)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (status, param, code), error
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+
+
+def test_too_many_at_once_are_told_to_come_back(server: Server) -> None:
+    with ThreadPoolExecutor(12) as threads:
+        replies = list(threads.map(lambda _: server.chat("slow", max_tokens=30), range(12)))
+    statuses = [reply.status_code for reply in replies]
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) >= 8  # four run, four wait
+    refused = next(reply for reply in replies if reply.status_code == 429)
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert server.chat("say:room").status_code == 200
+
+
+def test_an_api_key_is_asked_for_everywhere_but_health(mortal: Callable[..., Server]) -> None:
+    server = mortal(api_key="sesame")
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "sesame"}):
+        for path in ("/v1/models", "/metrics", "/v1/chat/completions"):
+            reply = server.http.get(path, headers=headers)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/v1/models", headers={"authorization": "Bearer sesame"}).status_code == 200
+
+
+# Clients that leave, or do not read
+
+
+def num_aborts(server: Server) -> int:
+    return len(server.aborts.read_text().splitlines()) if server.aborts.exists() else 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_aborted_and_its_pages_are_back(server: Server, stream: bool) -> None:
+    before = num_aborts(server)
+    body = chat_body("slow", max_tokens=5000, stream=stream, n=2)
+    if stream:
+        with server.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            lines = reply.iter_lines()  # (httpx closes the stream when this goes)
+            next(lines)
+            wait_until(lambda: server.metric("kv_pages_used") > 0)
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.post("/v1/chat/completions", json=body, timeout=0.5)
+    wait_until(lambda: num_aborts(server) == before + 2)
+    wait_until(lambda: server.metric("requests_running") == server.metric("kv_pages_used") == 0)
+    assert 'headwater_sequences_total{outcome="abort"}' in server.http.get("/metrics").text
+
+
+def test_a_client_that_leaves_in_its_own_body_does_no_harm(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for _ in range(3):
+        with socket.create_connection((host, int(port))) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+    assert server.chat("say:hi").status_code == 200
+
+
+def test_a_client_that_does_not_read_holds_nobody_up_and_is_cut_off(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    # Some 20 MB of answer: more than the kernel's buffers take.
+    body = json.dumps({"prompt": "count", "max_tokens": 15_000, "stream": True, "logprobs": 20}).encode()
+    with socket.create_connection((host, int(port))) as sock:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        sock.sendall(head.encode() + body)
+        wait_until(lambda: server.metric("requests_running") == 1)
+        assert server.chat("say:hi").json()["choices"][0]["message"]["content"] == "hi"
+        wait_until(lambda: server.metric("requests_running") == server.metric("kv_pages_used") == 0)
+        sock.settimeout(TIMEOUT_S)
+        tail = b""
+        while piece := sock.recv(1 << 20):
+            tail = (tail + piece)[-4096:]
+    assert b'"code":"client_too_slow"' in tail
+    assert b"[DONE]" not in tail
+
+
+# Death
+
+
+def test_killing_the_engine_ends_streams_with_an_error_and_the_server_with_a_failure(
+    mortal: Callable[..., Server],
+) -> None:
+    server = mortal()
+    with ThreadPoolExecutor(1) as threads:
+        whole = threads.submit(server.chat, "slow", max_tokens=5000)
+        body = chat_body("slow", max_tokens=5000, stream=True)
+        with server.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            wait_until(lambda: server.metric("requests_running") == 2)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            begin_s = time.monotonic()
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert whole.result().status_code == 503
+        assert server.wait_exit() == 1
+        assert time.monotonic() - begin_s < 5
+    assert server.process.stderr is not None
+    assert "killed by SIGKILL" in server.process.stderr.read()
+
+
+@pytest.mark.parametrize(("prompt", "reason"), [("crash", "broken, as asked"), ("exit", "exit code 3")])
+def test_an_engine_that_fails_says_why_and_ends_the_server(
+    mortal: Callable[..., Server], prompt: str, reason: str
+) -> None:
+    server = mortal()
+    reply = server.chat(prompt)
+    assert reply.status_code == 503
+    assert reason in reply.json()["error"]["message"]
+    assert server.wait_exit() == 1
+
+
+def test_killing_the_server_leaves_no_engine_behind(mortal: Callable[..., Server]) -> None:
+    server = mortal()
+    engine = server.engine_pid()
+    assert is_alive(engine)
+    server.process.kill()
+    wait_until(lambda: not is_alive(engine))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_server_cleanly_in_the_middle_of_a_stream(
+    mortal: Callable[..., Server], number: signal.Signals
+) -> None:
+    server = mortal()
+    engine = server.engine_pid()
+    body = chat_body("slow", max_tokens=5000, stream=True)
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        begin_s = time.monotonic()
+        server.process.send_signal(number)
+        *_, last = [line for line in lines if line]
+    assert "stopping" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert server.wait_exit() == 0
+    assert time.monotonic() - begin_s < 5
+    assert not is_alive(engine)
+    assert server.process.stderr is not None
+    assert "Traceback" not in server.process.stderr.read()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_signal_during_start_leaves_nothing_behind(number: signal.Signals, code: int) -> None:
+    """Even of a kill that nobody can handle, and although the engine's main thread is busy and reads no socket."""
+    path = os.pathsep.join([str(ROOT / "src"), str(Path(__file__).parent)])
+    command = [sys.executable, fake_engine.__file__, "serve", '{"port": 0, "model": "hangs"}']
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.DEVNULL)
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: children.read_text() != "")
+        engine = int(children.read_text())
+        # It has a second thread when it has begun.
+        wait_until(lambda: len(os.listdir(f"/proc/{engine}/task")) > 1)
+        process.send_signal(number)
+        assert process.wait(TIMEOUT_S) == code
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not is_alive(engine))
+
+
+def test_a_busy_port_is_heard_of_before_the_engine_starts(server: Server, mortal: Callable[..., Server]) -> None:
+    second = mortal(port=int(server.url.rpartition(":")[2]))
+    assert second.wait_exit() == 1
+    assert second.process.stderr is not None
+    assert "cannot listen on 127.0.0.1 port" in second.process.stderr.read()
+
+
+# The client by itself
+
+
+def start_client(model: str = "fake", **options: Any) -> Any:
+    return EngineClient.start(EngineConfig(model=model), command=fake_engine.WORKER, **options)
+
+
+async def read_all(flight: Flight) -> list[Arrival]:
+    found = []
+    while arrivals := await flight.next():
+        found += arrivals
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _child_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(Path(__file__).parent)]))
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "text"),
+    [
+        ("bad", ModelError, "there is no such model"),
+        ("dies", EngineDeadError, "exit code 7"),
+        ("breaks", EngineError, "ZeroDivisionError: not on purpose"),
+        ("hangs", EngineError, "not ready after 1 s"),
+    ],
+)
+def test_an_engine_that_cannot_start_says_why(model: str, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        asyncio.run(start_client(model, timeout_s=1 if model == "hangs" else TIMEOUT_S))
+
+
+def test_start_reports_progress_and_facts() -> None:
+    async def run() -> None:
+        seen: list[tuple[int, int]] = []
+        client = await start_client(on_progress=lambda done, total: seen.append((done, total)))
+        assert seen[-1] == (2, 2)
+        assert (client.ready.model, client.ready.max_model_len) == ("fake", fake_engine.MAX_MODEL_LEN)
+        await client.close()
+        await client.close()
+        with pytest.raises(EngineDeadError, match="stopping"):
+            await client.submit([Job([1], SamplingParams())])
+
+    asyncio.run(run())
+
+
+def test_one_refused_job_fails_its_flight_and_no_other() -> None:
+    async def run() -> None:
+        client = await start_client()
+        good = await client.submit([Job(list(b"slow"), SamplingParams(max_tokens=20))])
+        bad = await client.submit([Job(list(b"slow"), SamplingParams()), Job(list(b"refuse"), SamplingParams())])
+        with pytest.raises(RequestError, match="as asked"):
+            await read_all(bad)
+        assert sum(len(arrival.output.token_ids) for arrival in await read_all(good)) == 20
+        assert client.num_in_flight == 0
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_backlog_that_grows_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_BACKLOG_ITEMS", 1000)
+
+    async def run() -> None:
+        client = await start_client()
+        flight = await client.submit([Job(list(b"count"), SamplingParams())])
+        async with asyncio.timeout(TIMEOUT_S):
+            while client.num_in_flight:
+                await asyncio.sleep(0.01)  # a reader that does not come
+        assert sum(len(arrival.output.token_ids) for arrival in await flight.next()) == 1001
+        with pytest.raises(RequestError, match="too slowly"):
+            await flight.next()
+        await client.close()
+
+    asyncio.run(run())

@@ -1,0 +1,109 @@
+"""`headwater serve`, `generate` and `chat`: options and defaults come from the configs, and help stays cheap."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from headwater.cli.chat import chat
+from headwater.cli.engine_options import DEFAULT_MODEL, OPTIONS, needs_extra
+from headwater.cli.generate import generate
+from headwater.cli.serve import serve
+from headwater.engine.config import EngineConfig
+from headwater.errors import EngineConfigError, EngineError, InvalidArgumentError
+from headwater.serve.config import ServerConfig
+
+app = typer.Typer()
+for function in (serve, generate, chat):
+    app.command()(function)
+DEFAULTS = ServerConfig(engine=EngineConfig(model=DEFAULT_MODEL))
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
+    """What would have been served."""
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("starlette")
+    pytest.importorskip("msgspec")
+    from headwater.serve import server
+
+    seen: list[ServerConfig] = []
+
+    def run_server(config: ServerConfig, **_: Any) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr(server, "run_server", run_server)
+    return seen
+
+
+def invoke(*args: str) -> Any:
+    return CliRunner().invoke(app, args)
+
+
+def test_every_setting_of_the_engine_is_an_option() -> None:
+    assert list(OPTIONS) == [field.name for field in fields(EngineConfig)]
+
+
+def test_defaults_are_those_of_the_configs(served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADWATER_API_KEY", raising=False)
+    assert invoke("serve").exit_code == 0
+    assert served == [DEFAULTS]
+
+
+def test_options_arrive(served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWATER_API_KEY", "sesame")
+    args = "--host 0.0.0.0 --port 1 --served-model-name x --max-waiting 2 --model m --page-size 8 --memory-ratio 0.5"
+    assert invoke("serve", *args.split(), "--no-cuda-graphs", "--overlap", "--tensor-parallel-size", "2").exit_code == 0
+    engine = EngineConfig(
+        model="m", page_size=8, memory_ratio=0.5, cuda_graphs=False, overlap=True, tensor_parallel_size=2
+    )
+    server = {"host": "0.0.0.0", "port": 1, "served_model_name": "x", "max_waiting": 2, "api_key": "sesame"}
+    assert served == [replace(DEFAULTS, engine=engine, **server)]
+
+
+@pytest.mark.parametrize(
+    ("args", "kind"),
+    [
+        (["serve", "--page-size", "0"], EngineConfigError),
+        (["serve", "--host", "0.0.0.0"], EngineConfigError),
+        (["serve", "--dtype", "int3"], EngineConfigError),
+        (["generate", ""], InvalidArgumentError),
+        (["generate", "x", "--raw", "--system", "y"], InvalidArgumentError),
+        (["generate", "x", "--temperature", "-1"], InvalidArgumentError),
+        (["chat", "--max-tokens", "0"], InvalidArgumentError),
+    ],
+)
+def test_bad_options_are_errors_of_ours(
+    served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, args: list[str], kind: type[Exception]
+) -> None:
+    monkeypatch.delenv("HEADWATER_API_KEY", raising=False)
+    assert isinstance(invoke(*args).exception, kind)
+    assert served == []
+
+
+def test_a_missing_package_is_named_with_its_remedy() -> None:
+    with (
+        pytest.raises(EngineError, match=r"package torch is not installed; pip install 'headwater\[serve\]'"),
+        needs_extra(),
+    ):
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    with pytest.raises(ModuleNotFoundError), needs_extra():
+        raise ModuleNotFoundError("a bug of ours", name="headwater.nothing")
+
+
+def test_the_commands_cost_nothing_until_they_run() -> None:
+    heavy = "{'torch', 'transformers', 'starlette', 'uvicorn', 'msgspec', 'numpy'}"
+    code = f"import sys; import headwater.cli.chat, headwater.cli.serve; print({heavy} & set(sys.modules))"
+    path = str(Path(__file__).parents[2] / "src")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,68 @@
+"""The /metrics page: Prometheus' text format, counted right."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("msgspec")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.serve.messages import Stats
+from headwater.serve.metrics import Counter, Histogram, Info, ServerMetrics
+
+SAMPLE = re.compile(r'^([a-z_]+)(\{([a-z]+="(?:[^"\\\n]|\\["\\n])*",?)+\})? (\+Inf|-?[0-9.e+-]+)$')
+
+
+def test_every_line_of_the_page_is_a_comment_or_a_sample() -> None:
+    metrics = ServerMetrics(lambda: Stats(num_pages=3), {"version": "1", "model": 'a "quoted"\n\\name'})
+    metrics.http_requests.add(1, "/health", "200")
+    metrics.sequences.add(1, "stop")
+    metrics.first_token_s.observe(0.3)
+    families = set()
+    for line in metrics.render().decode().splitlines():
+        if line.startswith("# TYPE "):
+            families.add(line.split()[2])
+        elif not line.startswith("# HELP "):
+            match = SAMPLE.match(line)
+            assert match, line
+            assert re.sub(r"_(bucket|sum|count)$", "", match[1]) in families or match[1] in families
+    assert b"headwater_kv_pages 3\n" in metrics.render()
+
+
+def test_readings_follow_the_engine() -> None:
+    stats = Stats()
+    metrics = ServerMetrics(lambda: stats, {})
+    stats = Stats(num_running=2, num_preemptions=5)
+    assert b"headwater_requests_running 2\n" in metrics.render()
+    assert b"headwater_preemptions_total 5\n" in metrics.render()
+
+
+def test_labels_are_escaped() -> None:
+    (*_, line) = Info("i", "h", {"a": 'x"\\\n'}).lines()
+    assert line == 'i{a="x\\"\\\\\\n"} 1'
+
+
+def test_counters_without_labels_begin_at_zero_and_with_labels_when_counted() -> None:
+    assert list(Counter("c", "h").lines())[2:] == ["c 0"]
+    counter = Counter("c", "h", ("l",))
+    assert list(counter.lines())[2:] == []
+    counter.add(1.5, "v")
+    assert list(counter.lines())[2:] == ['c{l="v"} 1.5']
+
+
+@given(st.lists(st.floats(0, 20, allow_nan=False)))
+def test_a_histogram_counts_what_is_at_most_each_bound(values: list[float]) -> None:
+    bounds = (0.5, 1.0, 10.0)
+    histogram = Histogram("h", "h", bounds)
+    for value in values:
+        histogram.observe(value)
+    lines = list(histogram.lines())[2:]
+    expected = [sum(value <= bound for value in values) for bound in (*bounds, float("inf"))]
+    assert [int(line.split()[1]) for line in lines[:4]] == expected
+    assert lines[3].startswith('h_bucket{le="+Inf"}')
+    assert lines[5] == f"h_count {len(values)}"
+    assert float(lines[4].split()[1]) == pytest.approx(sum(values))

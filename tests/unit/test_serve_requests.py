@@ -1,0 +1,207 @@
+"""OpenAI's request bodies: what is taken, what is ignored, what is refused and with which parameter's name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.engine.config import EngineConfig
+from headwater.errors import EngineConfigError, EngineDeadError, RequestError
+from headwater.serve.config import ServerConfig
+from headwater.serve.errors import error_reply
+from headwater.serve.openai import UNSUPPORTED, parse_chat, parse_completion
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(**fields: Any) -> Any:
+    return parse_chat(json.dumps({"messages": HELLO, **fields}).encode())
+
+
+def completion(**fields: Any) -> Any:
+    return parse_completion(json.dumps({"prompt": "hello", **fields}).encode())
+
+
+def test_defaults_are_openais() -> None:
+    assert chat().params.max_tokens is None
+    assert completion().params.max_tokens == 16
+    assert chat().params.temperature == 1.0
+    assert (chat().num_choices, chat().stream, chat().include_usage) == (1, False, False)
+
+
+def test_null_means_not_given() -> None:
+    names = (
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "seed",
+        "max_tokens",
+        "logprobs",
+        "stream",
+        "tools",
+        "response_format",
+    )
+    assert chat(**dict.fromkeys(names)) == chat()
+
+
+def test_every_sampling_parameter_arrives() -> None:
+    fields = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "repetition_penalty": 1.1,
+        "presence_penalty": 0.2, "frequency_penalty": 0.3, "min_tokens": 2, "ignore_eos": True,
+    }  # fmt: skip
+    params = chat(**fields, stop_token_ids=[3], stop="x", max_completion_tokens=9, max_tokens=4).params
+    assert {name: getattr(params, name) for name in fields} == fields
+    assert (params.stop_token_ids, params.stop, params.max_tokens) == ((3,), ("x",), 9)
+
+
+def test_choices_of_a_seeded_request_have_seeds_of_their_own() -> None:
+    call = chat(n=3, seed=10)
+    assert [call.params_of(choice).seed for choice in range(3)] == [10, 11, 12]
+    assert chat(n=2).params_of(1).seed is None
+
+
+def test_logprobs_of_both_kinds() -> None:
+    assert chat(logprobs=True).params.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).params.logprobs == 5
+    assert chat(logprobs=False).params.logprobs is None
+    assert completion(logprobs=3).params.logprobs == 3
+
+
+def test_content_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = parse_chat(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+    assert call.messages == [{"role": "user", "content": "a\nb"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
+)
+def test_prompts_of_all_four_kinds(prompt: Any, prompts: Any) -> None:
+    assert completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], ["a", 1], [1, "a"], [[1], 2], [1.5], [True], [-1], {}, 3, None])
+def test_prompts_of_no_kind(prompt: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(prompt=prompt)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e400}, None),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 2**63 - 2, "n": 4}, "seed"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": "x" * 1001}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert error_reply(caught.value).status == 400
+
+
+def test_harmless_values_of_unsupported_fields_and_unknown_fields_pass() -> None:
+    for name, harmless in UNSUPPORTED.items():
+        for value in (None, *harmless):
+            assert chat(**{name: value}) == chat()
+    assert chat(user="me", metadata={"a": 1}, nobody_knows=[1, 2]) == chat()
+
+
+def test_echo_is_refused() -> None:
+    with pytest.raises(RequestError, match="echo is not supported"):
+        completion(echo=True)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'{"messages": "\xff"}', b"[" * 100_000])
+def test_bodies_that_are_no_json_object(body: bytes) -> None:
+    for parse in (parse_chat, parse_completion):
+        with pytest.raises(RequestError, match=r"JSON|body"):
+            parse(body)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = ["messages", "prompt", "n", "stop", "seed", "temperature", "logprobs", "top_logprobs", "stream", "tools"]
+FIELDS += ["stream_options", "max_tokens", "min_tokens", "stop_token_ids", "model", "top_k"]
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=5))
+def test_any_object_is_a_call_or_a_request_error(fields: dict[str, Any]) -> None:
+    for parse, needed in ((parse_chat, {"messages": HELLO}), (parse_completion, {"prompt": "x"})):
+        try:
+            call = parse(json.dumps(needed | fields).encode())
+        except RequestError:
+            continue
+        assert call.num_sequences >= 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (RequestError("x", param="n"), 400, "invalid_request_error", None),
+        (RequestError("x", code="context_length_exceeded"), 400, "invalid_request_error", "context_length_exceeded"),
+        (RequestError("x", code="model_not_found"), 404, "invalid_request_error", "model_not_found"),
+        (RequestError("x", code="overloaded"), 429, "rate_limit_error", "overloaded"),
+        (EngineDeadError("x"), 503, "service_unavailable_error", "engine_dead"),
+        (ZeroDivisionError("secret"), 500, "server_error", "internal_error"),
+    ],
+    ids=str,
+)
+def test_errors_have_openais_shape(error: Exception, status: int, kind: str, code: str | None) -> None:
+    reply = error_reply(error)
+    body = json.loads(reply.body)["error"]
+    assert body.keys() == {"message", "type", "param", "code"}
+    assert (reply.status, body["type"], body["code"]) == (status, kind, code)
+    assert "secret" not in body["message"]
+    assert ("retry-after" in reply.headers) == (status in (429, 503))
+
+
+def test_other_machines_are_served_only_with_a_key_or_on_demand() -> None:
+    engine = EngineConfig(model="x")
+    for host in ("0.0.0.0", "::", "192.168.1.1", "example.org"):
+        with pytest.raises(EngineConfigError, match="--api-key"):
+            ServerConfig(engine=engine, host=host)
+        ServerConfig(engine=engine, host=host, api_key="k")
+        ServerConfig(engine=engine, host=host, insecure=True)
+    for host in ("127.0.0.1", "::1", "localhost", "127.5.5.5"):
+        ServerConfig(engine=engine, host=host)
+    with pytest.raises(EngineConfigError, match="API key"):
+        ServerConfig(engine=engine, api_key="")
+    assert "sesame" not in repr(ServerConfig(engine=engine, api_key="sesame"))
