@@ -39,6 +39,36 @@ def bench_store(
         _print_store(report)
 
 
+@bench_app.command("engine")
+def bench_engine(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    model: Annotated[str, typer.Option(help="What to serve on the CPU: a checkpoint, or a name of the catalog.")] = (
+        "smollm2"
+    ),
+    seconds: Annotated[float, typer.Option(help="Begin no further pair of CPU runs after this time.", min=1)] = 1200.0,
+    cpu: Annotated[bool, typer.Option("--cpu/--no-cpu", help="Compare with transformers on the CPU.")] = True,
+    gpu: Annotated[bool, typer.Option("--gpu/--no-gpu", help="Compare with the limits of the GPU, if any.")] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
+) -> None:
+    """Serve many requests and a long prompt next to transformers, and measure steps against the GPU's own limits."""
+    from headwater.bench import engine
+    from headwater.cli.output import print_json
+
+    plan = replace(engine.QUICK if quick else engine.EngineBench(), model=model)
+    report = engine.run(
+        replace(
+            plan,
+            cpu=replace(plan.cpu, seconds=seconds) if cpu and plan.cpu is not None else None,
+            gpu=plan.gpu if gpu else None,
+        ),
+        _note,
+    )
+    if as_json:
+        print_json(_rounded(report))
+    else:
+        _print_engine(report)
+
+
 def _note(text: str) -> None:
     typer.echo(f"… {text}", err=True)
 
@@ -51,7 +81,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _print_store(report: dict[str, Any]) -> None:
-    from headwater.cli.output import console, table
+    from headwater.cli.output import table
 
     speeds = table("verified 128 KiB tiles", ">pool GB/s", ">limit GB/s", ">ratio", ">noise")
     for verb in ("read", "write"):
@@ -78,11 +108,46 @@ def _print_store(report: dict[str, Any]) -> None:
     other.add_row("index reserved / capacity", f"{report['index_reserved_ratio']:.5f}")
     other.add_row("import headwater", f"{report['import_ms']:.0f} ms")
 
+    _print_tables(report, speeds, other)
+
+
+_ENGINE_ROWS = (
+    ("{requests} requests, tokens a second", "tokens_per_s"),
+    ("  transformers, best static batches", "transformers_static_tokens_per_s"),
+    ("  transformers, continuous batching", "transformers_continuous_tokens_per_s"),
+    ("prompt of {prefill_tokens} tokens, seconds", "prefill_s"),
+    ("  transformers", "transformers_prefill_s"),
+    ("GPU, decoding at batch 1, ms a step", "decode_b1_ms"),
+    ("GPU, decoding at batch 64, ms a step", "decode_b64_ms"),
+    ("GPU, prompt, ms", "gpu_prefill_ms"),
+    ("  its copies, GB/s", "gpu_copy_gbps"),
+    ("  its bf16 products, TFLOP/s", "gpu_matmul_tflops"),
+)
+
+
+def _print_engine(report: dict[str, Any]) -> None:
+    from headwater.cli.output import table
+
+    speeds = table("engine", ">")
+    for title, name in _ENGINE_ROWS:
+        if report.get(name) is not None:
+            speeds.add_row(title.format_map(report), f"{report[name]:.4g}")
+    for name in ("transformers_reason", "transformers_continuous_reason", "gpu_reason"):
+        if report.get(name):
+            speeds.add_row(f"{name.removesuffix('_reason')}: {report[name]}", "")
+    _print_tables(report, speeds)
+
+
+def _print_tables(report: dict[str, Any], *figures: Any) -> None:
+    """What was measured, the bars, and the machine."""
+    from headwater.cli.output import console, table
+
     bars = table("bar", ">limit", ">measured", "verdict")
     for name, bar in report["bars"].items():
-        bars.add_row(name, f"{bar['limit']:g}", f"{report[name]:.4g}", bar["verdict"])
+        measured = "" if report[name] is None else f"{report[name]:.4g}"
+        bars.add_row(name, f"{bar['limit']:g}", measured, bar["verdict"])
     out = console()
-    for figures_of in (speeds, other, bars):
+    for figures_of in (*figures, bars):
         out.print(figures_of)
         out.print()
     out.print(", ".join(f"{name} {value}" for name, value in report["machine"].items()))

@@ -1,0 +1,238 @@
+"""The GPU part of `headwater bench engine`: how close steps come to what the device itself can do.
+
+Random weights of an 8B-class Llama through the whole engine, scheduling and sampling included. The limits are measured
+in the same run: memory bandwidth by a large copy, arithmetic by a large bf16 product.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwater.bench.measure import Note, Rounds
+from headwater.engine.config import EngineConfig
+from headwater.engine.device import TORCH_DTYPES
+from headwater.engine.engine import Engine
+from headwater.engine.params import SamplingParams
+from headwater.models.config import ModelConfig
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+SLACK_STEPS = 128
+"""How much the first request of a batch may have said, at most, when the last one begins."""
+GPU_FIGURES = ("decode_b1_roofline", "decode_b64_roofline", "prefill_mfu")
+
+
+@dataclass(frozen=True)
+class GpuBench:
+    """What to run."""
+
+    config: dict[str, Any]
+    context_tokens: int = 1024
+    """Around which the measured steps of decoding lie."""
+    window_steps: int = 16
+    pairs: int = 9
+    prefill_tokens: int = 8192
+    copy_bytes: int = 2 << 30
+    matmul_size: int = 8192
+
+    @property
+    def steps(self) -> int:
+        """Steps of decoding that are measured."""
+        return self.window_steps * self.pairs
+
+
+def step_bytes(config: ModelConfig, batch_size: int, context: float, itemsize: int) -> float:
+    """Bytes that one step of decoding has to read: all weights but the embedding table, and the KV of the context."""
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * batch_size
+    return (layer_params(config) + _head_params(config) + kv) * itemsize
+
+
+def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
+    """Arithmetic of one prompt: the layers for every token, causal attention, the output matrix for the last token."""
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens * (num_tokens + 1) / 2
+    return 2 * layer_params(config) * num_tokens + attention + 2 * _head_params(config)
+
+
+def layer_params(config: ModelConfig) -> int:
+    """Parameters of all layers, the few of norms and biases left out."""
+    hidden, dim = config.hidden_size, config.head_dim
+    attention = hidden * dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    return config.num_layers * (attention + 3 * hidden * config.intermediate_size)
+
+
+def _head_params(config: ModelConfig) -> int:
+    return config.vocab_size * config.hidden_size
+
+
+def bench_gpu(bench: GpuBench, note: Note, device: str = "cuda") -> dict[str, Any]:
+    """Measure decoding at batch 1 and 64, and a long prompt; None for all of them where there is no GPU.
+
+    `device` is for tests, which have none: the same on a CPU, in float32.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        return dict.fromkeys(GPU_FIGURES) | {"gpu": None, "gpu_reason": "no CUDA device found"}
+    with tempfile.TemporaryDirectory(prefix="headwater-bench-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(bench.config))
+        config = EngineConfig(
+            model=folder,
+            load_format="dummy",
+            device=device,
+            dtype="bfloat16" if device == "cuda" else "float32",
+            max_num_seqs=64,
+            memory_ratio=0.6,  # the limits are measured beside it
+            max_batched_tokens=bench.prefill_tokens,
+            max_model_len=bench.prefill_tokens + 64,
+        )
+        note("making random weights on the GPU, and capturing graphs")
+        with Engine(config) as engine:
+            gpu = _Gpu(bench, engine)
+            name = torch.cuda.get_device_name() if device == "cuda" else device
+            report: dict[str, Any] = {"gpu": name, "gpu_reason": None, "gpu_pairs": bench.pairs}
+            for batch_size in (1, 64):
+                note(f"decoding, batch {batch_size}, around {bench.context_tokens} tokens of context")
+                report |= gpu.decode(batch_size)
+            note(f"a prompt of {bench.prefill_tokens} tokens")
+            report |= gpu.prefill()
+    return report
+
+
+class _Gpu:
+    """One engine and the limits of its device."""
+
+    def __init__(self, bench: GpuBench, engine: Engine) -> None:
+        self._bench = bench
+        self._engine = engine
+        self._model = engine.checkpoint.config
+        self._device = engine.placement.device
+        self._dtype = TORCH_DTYPES[engine.placement.dtype]
+        self._rng = np.random.default_rng(5)
+        self._number = 0
+        self._running: list[str] = []
+
+    def decode(self, batch_size: int) -> dict[str, Any]:
+        """Windows of steps in turns with a large copy."""
+        bench, engine = self._bench, self._engine
+        prompt_tokens = max(1, bench.context_tokens - bench.steps // 2)
+        waiting = self._fill(batch_size, prompt_tokens, bench.steps + SLACK_STEPS)
+        num_generated = 0
+        while waiting:
+            outputs = engine.step()
+            num_generated += sum(len(output.token_ids) for output in outputs)
+            waiting -= {output.request_id for output in outputs}
+        context = prompt_tokens + num_generated / batch_size + bench.steps / 2
+        source = torch.empty(bench.copy_bytes, dtype=torch.uint8, device=self._device)
+        target = torch.empty_like(source)
+
+        def window() -> None:
+            for _ in range(bench.window_steps):
+                engine.step()
+
+        rounds = _take_turns({"steps": window, "copy": lambda: target.copy_(source)}, bench.pairs)
+        assert engine.stats().num_running == batch_size, "a request ended inside the measurement"
+        self._drain()
+        bandwidth = 2 * bench.copy_bytes / rounds.time("copy")
+        step_s = rounds.time("steps") / bench.window_steps
+        needed = step_bytes(self._model, batch_size, context, self._dtype.itemsize)
+        return {
+            f"decode_b{batch_size}_ms": 1000 * step_s,
+            f"decode_b{batch_size}_tokens_per_s": batch_size / step_s,
+            f"decode_b{batch_size}_roofline": needed / bandwidth / step_s,
+            f"decode_b{batch_size}_noise": _spread(rounds, "steps"),
+            "gpu_copy_gbps": bandwidth / 1e9,
+        }
+
+    def prefill(self) -> dict[str, Any]:
+        """A prompt until its first token, in turns with a large product."""
+        bench, engine = self._bench, self._engine
+        left = torch.randn(bench.matmul_size, bench.matmul_size, dtype=self._dtype, device=self._device)
+        right = torch.randn_like(left)
+
+        def prompt() -> None:
+            self._fill(1, bench.prefill_tokens, 1)
+            while engine.has_work:
+                engine.step()
+
+        repeat = 10
+        rounds = _take_turns(
+            {"prompt": prompt, "product": lambda: [torch.mm(left, right) for _ in range(repeat)]}, bench.pairs
+        )
+        rate = 2 * bench.matmul_size**3 * repeat / rounds.time("product")
+        seconds = rounds.time("prompt")
+        return {
+            "gpu_prefill_ms": 1000 * seconds,
+            "gpu_prefill_tokens_per_s": bench.prefill_tokens / seconds,
+            "gpu_matmul_tflops": rate / 1e12,
+            "prefill_mfu": prefill_flops(self._model, bench.prefill_tokens) / rate / seconds,
+            "prefill_noise": _spread(rounds, "prompt"),
+        }
+
+    def _fill(self, batch_size: int, prompt_tokens: int, output_tokens: int) -> set[str]:
+        """New requests, whose prompts nobody has seen before; their names."""
+        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+        self._engine.reset_prefix_cache()
+        names = [f"bench-{self._number + i}" for i in range(batch_size)]
+        self._number += batch_size
+        for name in names:
+            self._engine.add(name, self._rng.integers(0, self._model.vocab_size, prompt_tokens).tolist(), params)
+        self._running = names
+        return set(names)
+
+    def _drain(self) -> None:
+        for name in self._running:
+            self._engine.abort(name)
+        while self._engine.has_work:
+            self._engine.step()
+
+
+def _take_turns(runs: dict[str, Callable[[], object]], count: int) -> Rounds:
+    """Once around without counting (but for steps, of which there are only so many), then in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for name, run in runs.items():
+        if name != "steps":
+            run()
+    for _ in range(count):
+        for name, run in runs.items():
+            _wait_for_device()
+            start = time.perf_counter()
+            run()
+            _wait_for_device()
+            seconds[name].append(time.perf_counter() - start)
+    return Rounds(seconds)
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _spread(rounds: Rounds, name: str) -> float:
+    """A against A: the odd repetitions against the even ones."""
+    every = rounds.seconds[name]
+    halves = Rounds({"odd": every[::2], "even": every[1::2] or every[::2]})
+    return halves.noise("odd", "even")
