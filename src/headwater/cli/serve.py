@@ -82,7 +82,7 @@ def _print_ready(ready: Ready, model: str, url: str, *, needs_key: bool) -> None
     typer.echo(f"context  {ready.max_model_len:,} tokens; up to {ready.max_num_seqs} sequences at a time")
     typer.echo(f"ready    {url}/v1  (Ctrl-C stops)\n")
     key = ' -H "Authorization: Bearer $HEADWATER_API_KEY"' if needs_key else ""
-    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0.2}'
+    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
     typer.echo(
         f"try: curl -s {url}/v1/chat/completions{key} -H 'content-type: application/json' -d {shlex.quote(body)}"
     )
