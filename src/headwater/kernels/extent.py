@@ -1,0 +1,227 @@
+"""Moving KV between a paged cache and extent order: many spans, many layers, every plane and head in one call.
+
+Here are the numbers that say where both sides lie, and the dispatch. Extent order is `[layer][head][plane][token]
+[dim]`; a *span* is a run of consecutive rows of one request's blocks. What a request, a chunk or a shard is, is known
+to callers only, and so is whether the memory behind an address exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headwater.kernels.dispatch import require, triton_missing_reason
+
+Table = npt.NDArray[np.int64]
+
+
+class PlaneRow(NamedTuple):
+    """One plane of one layer: element (block, token, head, dim) lies at `address + Σ index × stride`, in bytes."""
+
+    address: int
+    block: int
+    token: int
+    head: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The cache side: where every plane of every layer lies."""
+
+    planes: tuple[tuple[PlaneRow, ...], ...]
+    """By layer, then by plane in extent order."""
+    row_bytes: tuple[int, ...]
+    """Bytes of one token of one head, of each plane."""
+    element_bytes: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    num_heads: int
+    device: torch.device
+
+    @cached_property
+    def table(self) -> Table:
+        """The numbers as [layer, plane, (the fields of PlaneRow, row bytes, row bytes before, element bytes)]."""
+        before = np.cumsum(self.row_bytes) - self.row_bytes
+        rows = np.array(self.planes, np.int64).reshape(len(self.planes), len(self.row_bytes), 5)
+        sizes = np.broadcast_to(np.stack((self.row_bytes, before, self.element_bytes), axis=1), (*rows.shape[:2], 3))
+        return np.concatenate((rows, sizes), axis=2).astype(np.int64)
+
+    @cached_property
+    def device_table(self) -> Tensor:
+        """The same on the device. Uploaded once, at the first use."""
+        return torch.from_numpy(self.table).to(self.device)
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether the elements of a row lie side by side everywhere."""
+        return all(
+            plane.dim == element
+            for layer in self.planes
+            for plane, element in zip(layer, self.element_bytes, strict=True)
+        )
+
+    @cached_property
+    def alignment(self) -> int:
+        """The largest power of two, up to 16, that divides every address and stride and the bytes of every row."""
+        # Where rows are dense, the step from one element to the next does not matter, nor does an element's width.
+        numbers = self.table[:, :, [0, 1, 2, 3, 5]] if self.dense else self.table
+        return common_alignment([int(np.bitwise_or.reduce(numbers, axis=None))])
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one head: all planes."""
+        return sum(self.row_bytes)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Which rows: for each span, its blocks in `blocks`, where in the first of them it begins, and its length."""
+
+    blocks: Table
+    first_block: Table
+    """By span: index into `blocks`."""
+    offset: Table
+    """By span: rows of the first block that come before the span."""
+    num_rows: Table
+
+    @cached_property
+    def rows_before(self) -> Table:
+        """By span: rows of the spans before it, which is where it lies in a compact staging buffer."""
+        return np.cumsum(self.num_rows) - self.num_rows
+
+    @cached_property
+    def total_rows(self) -> int:
+        """Rows of all spans."""
+        return int(self.num_rows.sum())
+
+    @cached_property
+    def max_rows(self) -> int:
+        """Rows of the longest span."""
+        return int(self.num_rows.max())
+
+    def upload(self, device: torch.device) -> Tensor:
+        """All of it in one device tensor, on the current stream, without waiting: [4, spans] and then the blocks."""
+        parts = (self.first_block, self.offset, self.num_rows, self.rows_before, self.blocks)
+        flat = torch.from_numpy(np.concatenate(parts))
+        return flat.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else flat
+
+
+class Target(NamedTuple):
+    """The extent side of one span: tile (layer, head) lies at `address + layer × layer_stride + head × head_stride`."""
+
+    address: int
+    layer_stride: int
+    head_stride: int
+
+
+@dataclass(frozen=True)
+class Compact:
+    """The extent side of all spans in one piece: `[span][layer][head][plane][token][dim]` without gaps."""
+
+    address: int
+
+    def targets(self, pages: Pages, spans: Spans, num_layers: int, num_heads: int) -> list[Target]:
+        """The same, span by span."""
+        found = []
+        for before, rows in zip(spans.rows_before.tolist(), spans.num_rows.tolist(), strict=True):
+            tile = rows * pages.token_bytes
+            start = self.address + before * pages.token_bytes * num_layers * num_heads
+            found.append(Target(start, num_heads * tile, tile))
+        return found
+
+
+@dataclass(frozen=True)
+class Move:
+    """One call: rows of some layers and heads of a cache, and their places in extent order."""
+
+    pages: Pages
+    spans: Spans
+    layers: range
+    """Indices into the layers of `pages`."""
+    heads: range
+    staged: Compact | Sequence[Target]
+    device_spans: Tensor | None = None
+    """What `spans.upload` returned, where it has been uploaded before."""
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError where the numbers cannot belong together. Memory is not looked at."""
+        require(
+            not self.layers
+            or (self.layers.step > 0 and self.layers.start >= 0 and self.layers[-1] < len(self.pages.planes)),
+            f"ascending layers below {len(self.pages.planes)}",
+            layers=self.layers,
+        )
+        require(
+            self.heads.step == 1 and self.heads.start >= 0 and self.heads.stop <= self.pages.num_heads,
+            f"consecutive heads below {self.pages.num_heads}",
+            heads=self.heads,
+        )
+        if not isinstance(self.staged, Compact):
+            num_spans = len(self.spans.num_rows)
+            require(len(self.staged) == num_spans, f"one target for each of {num_spans} spans", given=len(self.staged))
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """The extent side, span by span."""
+        if isinstance(self.staged, Compact):
+            return self.staged.targets(self.pages, self.spans, len(self.layers), len(self.heads))
+        return self.staged
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the call moves."""
+        return self.spans.total_rows * self.pages.token_bytes * len(self.layers) * len(self.heads)
+
+
+def gather_rows(move: Move) -> None:
+    """Copy from the cache into extent order. On CUDA one launch, which does not wait; on the CPU a few strided copies.
+
+    Raises InvalidArgumentError for numbers that do not fit together. Addresses are trusted: one that is wrong ends
+    the process, or on CUDA the context.
+    """
+    _implementation(move.pages.device)(move, scatter=False)
+
+
+def scatter_rows(move: Move) -> None:
+    """Copy from extent order into the cache: the inverse of `gather_rows`. Bytes of no row of a span stay as they
+    are. If two spans name one row, one of them wins."""
+    _implementation(move.pages.device)(move, scatter=True)
+
+
+def common_alignment(numbers: Iterable[int]) -> int:
+    """The largest power of two, up to 16, that divides all of them."""
+    together = 16
+    for number in numbers:
+        together |= number
+    return together & -together
+
+
+# Triton's own are made for kernels and take ten times as long on the host.
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-number // divisor)
+
+
+def _implementation(device: torch.device) -> Callable[..., None]:
+    if device.type == "cpu":
+        from headwater.kernels.extent_cpu import move_rows_cpu
+
+        return move_rows_cpu
+    missing = triton_missing_reason()
+    require(missing is None, f"Triton for a cache on {device}", but=missing)
+    from headwater.kernels.extent_triton import move_rows_triton
+
+    return move_rows_triton

@@ -1,0 +1,174 @@
+"""Paged cache ⇄ extent order on the CPU: the path of CPU engines and the oracle of the Triton kernel.
+
+Everything is a strided copy. Layers that lie evenly spaced, and blocks with consecutive numbers, go together, so that
+the number of copies depends on how the cache is cut up and not on its tokens or heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater.kernels.extent import Move, Pages, Spans, Table, Target
+
+Array = npt.NDArray[Any]
+
+SMALL_PIECE_BYTES = 16 << 10
+"""Below this, starting a copy costs more than the bytes, and one indexed copy of all rows is faster."""
+
+_INDEXED_BYTES = 1 << 20
+"""Indexed gathers pass through memory of about this size, which stays in the cache."""
+
+
+class _Piece(NamedTuple):
+    """Rows that one strided copy can take: `num_blocks` consecutive blocks, `num_tokens` of each."""
+
+    row: int
+    block: int
+    token: int
+    num_blocks: int
+    num_tokens: int
+
+
+def move_rows_cpu(move: Move, *, scatter: bool) -> None:
+    """`gather_rows`, or `scatter_rows`, on memory that the CPU can address."""
+    move.check()
+    pages, spans, targets = move.pages, move.spans, move.targets
+    if not move.num_bytes:
+        return
+    before = 0
+    for plane, row_bytes in enumerate(pages.row_bytes):
+        for start, layers in _layer_runs(pages, plane, move.layers):
+            cache = _cache_array(pages, plane, layers)[:, :, :, move.heads.start : move.heads.stop]
+            uniform = cache.strides[1] == pages.block_size * cache.strides[2]
+            for span, target in enumerate(targets):
+                rows = int(spans.num_rows[span])
+                if rows:
+                    extent = _extent_array(target, start, cache.shape, rows, before * rows, cache.dtype)
+                    _move_span(cache, extent, spans, span, uniform, pages.block_size, scatter)
+        before += row_bytes
+
+
+def _move_span(
+    cache: Array, extent: Array, spans: Spans, span: int, uniform: bool, block_size: int, scatter: bool
+) -> None:
+    """Copy one span of one plane. `cache` is [layer, block, token, head, dim], `extent` [layer, head, row, dim]."""
+    offset, rows, first = int(spans.offset[span]), int(spans.num_rows[span]), int(spans.first_block[span])
+    blocks = spans.blocks[first : first - (-(offset + rows) // block_size)]
+    edges = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]  # of runs of consecutive blocks
+    if len(edges) > 2 and extent.nbytes // (len(edges) - 1) < SMALL_PIECE_BYTES:
+        _move_indexed(cache, extent, blocks, offset, block_size, scatter)
+        return
+    for row, block, token, num_blocks, num_tokens in _pieces(blocks, edges, offset, rows, block_size, uniform):
+        if num_blocks == 1:
+            source = _tokens(cache, block, token, num_tokens)
+            target = extent[:, :, row : row + num_tokens].transpose(0, 2, 1, 3)
+        else:
+            source = cache[:, block : block + num_blocks]
+            part = extent[:, :, row : row + num_blocks * num_tokens]
+            shape = (*part.shape[:2], num_blocks, num_tokens, part.shape[3])
+            strides = (*part.strides[:2], num_tokens * part.strides[2], *part.strides[2:])
+            target = _array(_address(part), shape, strides, part.dtype).transpose(0, 2, 3, 1, 4)
+        if scatter:
+            np.copyto(source, target)
+        else:
+            np.copyto(target, source)
+
+
+def _move_indexed(cache: Array, extent: Array, blocks: Table, offset: int, block_size: int, scatter: bool) -> None:
+    rows = np.arange(offset, offset + extent.shape[2])
+    block, token = blocks[rows // block_size], rows % block_size
+    by_row = extent.transpose(0, 2, 1, 3)
+    step = max(1, _INDEXED_BYTES // max(1, extent[0].nbytes))
+    for layer in range(0, len(cache), step):
+        some = slice(layer, layer + step)
+        if scatter:
+            cache[some, block, token] = by_row[some]
+        else:
+            by_row[some] = cache[some, block, token]
+
+
+def _pieces(
+    blocks: Table, edges: list[int], offset: int, num_rows: int, block_size: int, uniform: bool
+) -> Iterator[_Piece]:
+    """Cut a span at the edges of its runs of consecutive blocks; also where a block is not whole, unless the rows of
+    consecutive blocks are evenly spaced (`uniform`), so that a run is one long block."""
+    for low, high in pairwise(edges):
+        begin, end = max(offset, low * block_size), min(offset + num_rows, high * block_size)
+        if uniform:
+            yield _Piece(begin - offset, int(blocks[low]), begin - low * block_size, 1, end - begin)
+            continue
+        while begin < end:
+            number, token = divmod(begin, block_size)
+            whole = (end - begin) // block_size if token == 0 else 0
+            rows = whole * block_size or min(block_size - token, end - begin)
+            yield _Piece(begin - offset, int(blocks[number]), token, max(whole, 1), block_size if whole else rows)
+            begin += rows
+
+
+def _layer_runs(pages: Pages, plane: int, layers: range) -> Iterator[tuple[int, range]]:
+    """Cut the layers into runs that lie evenly spaced with equal strides: (place of the first, those layers)."""
+    planes = [pages.planes[layer][plane] for layer in layers]
+    start = 0
+    for i in range(1, len(planes) + 1):
+        if i < len(planes) and planes[i][1:] == planes[start][1:]:
+            step = planes[start + 1].address - planes[start].address
+            if planes[i].address - planes[i - 1].address == step:
+                continue
+        yield start, layers[start:i]
+        start = i
+
+
+def _cache_array(pages: Pages, plane: int, layers: range) -> Array:
+    """Evenly spaced layers of the cache as [layer, block, token, head, dim]; a dense row is one item of it, which numpy
+    copies faster than as many bytes."""
+    first = pages.planes[layers[0]][plane]
+    step = pages.planes[layers[1]][plane].address - first.address if len(layers) > 1 else 0
+    row_bytes, element = pages.row_bytes[plane], pages.element_bytes[plane]
+    dtype = np.dtype(f"V{row_bytes}" if first.dim == element else f"u{element}")
+    shape = (len(layers), pages.num_blocks, pages.block_size, pages.num_heads, row_bytes // dtype.itemsize)
+    return _array(first.address, shape, (step, first.block, first.token, first.head, first.dim), dtype)
+
+
+def _extent_array(
+    target: Target, layer: int, shape: tuple[int, ...], rows: int, plane_start: int, dtype: np.dtype[Any]
+) -> Array:
+    """One plane of one span as [layer, head, row, dim]."""
+    width = shape[4]
+    strides = (target.layer_stride, target.head_stride, width * dtype.itemsize, dtype.itemsize)
+    address = target.address + layer * target.layer_stride + plane_start
+    return _array(address, (shape[0], shape[3], rows, width), strides, dtype)
+
+
+def _tokens(cache: Array, block: int, token: int, num_tokens: int) -> Array:
+    """Rows from (block, token) on, at the token stride, which may lead into the next blocks."""
+    if token + num_tokens <= cache.shape[2]:
+        return cache[:, block, token : token + num_tokens]
+    start = cache[:, block, token]
+    shape = (cache.shape[0], num_tokens, *cache.shape[3:])
+    return _array(_address(start), shape, (cache.strides[0], *cache.strides[2:]), cache.dtype)
+
+
+class _Memory:
+    """Bytes at an address, as numpy wants to be told of them. Whoever owns them must outlive the array."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": dtype.str,
+            "version": 3,
+        }
+
+
+def _array(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    return np.asarray(_Memory(address, shape, strides, dtype))
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])

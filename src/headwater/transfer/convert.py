@@ -1,0 +1,204 @@
+"""From the engine's paged layout to the pool's extent order and back, for one rank's shard.
+
+A *span* is one chunk of one request as the engine knows it: blocks and token numbers. A plan holds many of them,
+ready for the device, and is used once for each batch of layers. Nothing here decides which chunks move, or waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headwater.errors import BufferMismatchError, InvalidArgumentError
+from headwater.kernels.extent import Compact, Move, Spans, Target, gather_rows, scatter_rows
+from headwater.kv.topology import Shard
+from headwater.pool.buffers import RawBuffer
+from headwater.transfer.view import PagedView
+
+BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+class Span(NamedTuple):
+    """Some consecutive tokens of a request. `block_ids` are the request's, from its first token on.
+
+    Where context parallelism divides the tokens, a rank's blocks hold its own tokens one after another.
+    """
+
+    block_ids: BlockIds
+    first_token: int
+    num_tokens: int
+
+
+TileBuffer = npt.NDArray[np.uint8] | Tensor | RawBuffer
+"""One span's tiles: bytes of shape (layers, heads, bytes of a tile part), each tile contiguous."""
+
+Staging = Tensor | npt.NDArray[np.uint8] | Sequence[TileBuffer]
+"""Flat bytes for all spans one after another (`[span][layer][head][plane][token][dim]`, see `Plan.staged`), or a
+buffer for each span: a sequence of them, or an array or tensor with an axis more."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Spans of a cache that move together, for one shard. On CUDA its numbers are uploaded on the stream that is
+    current when it is first used, and it belongs to that stream. Made by `plan_spans`."""
+
+    view: PagedView
+    shard: Shard
+    spans: Spans
+
+    @property
+    def num_spans(self) -> int:
+        """Spans in this plan."""
+        return len(self.spans.num_rows)
+
+    def tile_bytes(self, span: int) -> int:
+        """Bytes of one tile part of a span."""
+        return int(self.spans.num_rows[span]) * self.view.spec.row_bytes
+
+    def staged_bytes(self, num_layers: int) -> int:
+        """Bytes of flat staging for that many layers."""
+        return self.spans.total_rows * self.view.spec.row_bytes * num_layers * len(self.shard.heads)
+
+    @cached_property
+    def groups(self) -> list[range]:
+        """Consecutive spans of equal size: usually one group of full chunks, and one of tails."""
+        found, start = [], 0
+        for _, same in groupby(self.spans.num_rows.tolist()):
+            stop = start + len(list(same))
+            found.append(range(start, stop))
+            start = stop
+        return found
+
+    def staged(self, flat: Tensor, num_layers: int) -> list[Tensor]:
+        """Flat staging as one tensor (spans, layers, heads, tile bytes) for each of `groups`, without copying."""
+        heads, found = len(self.shard.heads), []
+        for group in self.groups:
+            shape = (len(group), num_layers, heads, self.tile_bytes(group.start))
+            start = int(self.spans.rows_before[group.start]) * self.view.spec.row_bytes * num_layers * heads
+            size = shape[0] * shape[1] * shape[2] * shape[3]
+            found.append(flat[start : start + size].view(shape))
+        return found
+
+    @cached_property
+    def device_spans(self) -> Tensor:
+        """The spans' numbers on the device."""
+        return self.spans.upload(self.view.device)
+
+
+def plan_spans(view: PagedView, shard: Shard, spans: Sequence[Span]) -> Plan:
+    """Look up the rows of each span. Costs microseconds a span; a list of blocks that several spans share is
+    converted once. Raises InvalidArgumentError for blocks that the cache does not have, or too few of them."""
+    if not set(shard.layers) <= set(view.layers) or not set(shard.heads) <= set(view.heads):
+        raise InvalidArgumentError(
+            f"the shard has layers {shard.layers} and heads {shard.heads}; "
+            f"the cache holds layers {view.layers} and heads {view.heads}"
+        )
+    if not spans:
+        raise InvalidArgumentError("a plan needs at least one span")
+    known: dict[int, npt.NDArray[np.int64]] = {}
+    blocks, first_block, offsets, num_rows, total = [], [], [], [], 0
+    for span in spans:
+        if span.first_token < 0 or span.num_tokens < 1:
+            raise InvalidArgumentError(f"a span of {span.num_tokens} tokens from token {span.first_token} cannot be")
+        ids = known.get(id(span.block_ids))
+        if ids is None:
+            ids = known[id(span.block_ids)] = _checked_blocks(span.block_ids, view.num_blocks)
+        rows = shard.num_rows(span.first_token, span.num_tokens)
+        begin = shard.num_rows(0, span.first_token)
+        low, high = (
+            begin // view.block_size,
+            -(-(begin + rows) // view.block_size) if rows else begin // view.block_size,
+        )
+        if high > len(ids):
+            raise InvalidArgumentError(
+                f"{span.num_tokens} tokens from token {span.first_token} need {high} blocks of {view.block_size}; "
+                f"the request has {len(ids)}"
+            )
+        blocks.append(ids[low:high])
+        first_block.append(total)
+        offsets.append(begin - low * view.block_size)
+        num_rows.append(rows)
+        total += high - low
+    tables = (np.array(numbers, np.int64) for numbers in (first_block, offsets, num_rows))
+    return Plan(view, shard, Spans(np.concatenate(blocks), *tables))
+
+
+def gather(plan: Plan, layers: range, out: Staging) -> None:
+    """Copy the spans' KV of these layers (numbers of the whole model) into extent order.
+
+    On CUDA: one launch on the current stream, without waiting. Raises BufferMismatchError where `out` does not fit.
+    A `RawBuffer` is trusted: on CUDA it must be memory of the device, or host memory registered with it.
+    """
+    gather_rows(build_move(plan, layers, out, writable=True))
+
+
+def scatter(plan: Plan, layers: range, source: Staging) -> None:
+    """Copy extent order into the paged cache: the inverse of `gather`. No other byte of the cache is touched."""
+    scatter_rows(build_move(plan, layers, source, writable=False))
+
+
+def build_move(plan: Plan, layers: range, staging: Staging, *, writable: bool) -> Move:
+    """Check the arguments of `gather` and `scatter` and turn them into what kernels take."""
+    view, shard = plan.view, plan.shard
+    if not layers or layers.step < 1 or any(layer not in shard.layers for layer in layers):
+        raise InvalidArgumentError(f"layers {layers} were given; expected ascending ones of {shard.layers}")
+    step = view.layers.step
+    first, last = view.layers.index(layers[0]), view.layers.index(layers[-1])
+    indices = range(first, last + 1, max(layers.step // step, 1))
+    first_head = shard.heads.start - view.heads.start
+    heads = range(first_head, first_head + len(shard.heads))
+    staged: Compact | list[Target]
+    if isinstance(staging, (Tensor, np.ndarray)) and staging.ndim == 1:
+        needed = plan.staged_bytes(len(layers))
+        target = _target(staging, (needed,), view.device, writable, at_least=True)
+        staged = Compact(target.address)
+    else:
+        if len(staging) != plan.num_spans:
+            raise BufferMismatchError(f"{len(staging)} buffers were given for {plan.num_spans} spans")
+        staged = [
+            _target(buffer, (len(layers), len(heads), plan.tile_bytes(i)), view.device, writable)
+            for i, buffer in enumerate(staging)
+        ]
+    uploaded = plan.device_spans if view.device.type != "cpu" else None
+    return Move(view.pages, plan.spans, indices, heads, staged, uploaded)
+
+
+def _checked_blocks(block_ids: BlockIds, num_blocks: int) -> npt.NDArray[np.int64]:
+    ids = np.asarray(block_ids, np.int64)
+    if ids.ndim != 1 or (ids.size and (ids.min() < 0 or ids.max() >= num_blocks)):
+        raise InvalidArgumentError(f"block ids must be a list of numbers from 0 to {num_blocks - 1}, got {block_ids!r}")
+    return ids
+
+
+def _target(
+    buffer: TileBuffer, shape: tuple[int, ...], device: torch.device, writable: bool, *, at_least: bool = False
+) -> Target:
+    """Where a buffer lies, if it has that shape in bytes and is on that device."""
+    if isinstance(buffer, RawBuffer):
+        tile = shape[-1]
+        head_stride = tile if buffer.head_stride is None else buffer.head_stride
+        layer_stride = shape[1] * head_stride if buffer.layer_stride is None else buffer.layer_stride
+        return Target(buffer.address, layer_stride, head_stride)
+    found = tuple(buffer.shape)
+    fits = len(found) == 1 and found[0] >= shape[0] if at_least else found == shape
+    if isinstance(buffer, Tensor):
+        address, strides = buffer.data_ptr(), buffer.stride()
+        here, is_bytes, may_write = buffer.device == device, buffer.dtype == torch.uint8, True
+    else:
+        address, strides = buffer.__array_interface__["data"][0], buffer.strides
+        here, is_bytes, may_write = device.type == "cpu", buffer.dtype == np.uint8, buffer.flags.writeable
+    if not (fits and here and is_bytes and strides[-1] == 1) or (writable and not may_write):
+        kind = "writable bytes" if writable else "bytes"
+        raise BufferMismatchError(
+            f"expected {kind} of shape {shape} on {device}, contiguous in the last axis; got {buffer.dtype} of shape "
+            f"{found} and strides {tuple(strides)}{'' if here else ' elsewhere'}"
+        )
+    return Target(address, strides[0], strides[1] if len(found) > 1 else 0)

@@ -1,0 +1,41 @@
+"""Checksums of staged tiles, computed and compared where the tiles lie."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwater.errors import BufferMismatchError
+from headwater.kernels.xxh3 import xxh3_tiles
+from headwater.transfer.convert import Plan
+
+
+def staged_checksums(plan: Plan, flat: Tensor, num_layers: int) -> Tensor:
+    """XXH3-64 of every tile in flat staging: int64 (spans, layers, heads) on its device, without waiting.
+
+    On CUDA: two launches for each of `plan.groups`. `kernels.xxh3.unsigned` makes the numbers that a commit takes.
+    """
+    needed = plan.staged_bytes(num_layers)
+    if flat.dim() != 1 or flat.dtype != torch.uint8 or not flat.is_contiguous() or flat.numel() < needed:
+        raise BufferMismatchError(
+            f"expected at least {needed} contiguous bytes of staging, got {flat.dtype} of shape {tuple(flat.shape)}"
+        )
+    shape = (plan.num_spans, num_layers, len(plan.shard.heads))
+    sums = torch.empty(shape, dtype=torch.int64, device=flat.device)
+    for group, tiles in zip(plan.groups, plan.staged(flat, num_layers), strict=True):
+        xxh3_tiles(tiles, sums[group.start : group.stop])
+    return sums
+
+
+def verify_staged(plan: Plan, flat: Tensor, num_layers: int, expected: Tensor) -> Tensor:
+    """Whether every tile in flat staging is what `expected`, int64 (spans, layers, heads), says: bool of that shape.
+
+    Does not wait: the answer lies on the device too.
+    """
+    sums = staged_checksums(plan, flat, num_layers)
+    if expected.shape != sums.shape or expected.dtype != sums.dtype or expected.device != sums.device:
+        raise BufferMismatchError(
+            f"expected checksums are {expected.dtype} of shape {tuple(expected.shape)} on {expected.device}; the tiles "
+            f"need {sums.dtype} of shape {tuple(sums.shape)} on {sums.device}"
+        )
+    return sums == expected

@@ -1,0 +1,56 @@
+"""Gather, scatter and checksums in Triton against the plain way, in its interpreter; started by test_kernels_extent.py.
+
+Not collected by itself: TRITON_INTERPRET must be set before Triton is first imported, so it needs its own process.
+"""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.kernels.extent_triton import CopyConfig, move_rows_triton
+from headwater.kernels.xxh3 import unsigned
+from headwater.kernels.xxh3_triton import HashConfig, xxh3_tiles_triton
+
+from transfer_cases import SPECS, check_checksums, check_gather, check_scatter
+
+torch.set_num_threads(1)
+
+CONFIGS = [CopyConfig(64, 1), CopyConfig(256, 2), CopyConfig(4096, 4)]
+# Lengths at which XXH3 changes its ways, and around the ends of stripes and blocks.
+LENGTHS = [0, 1, 2, 3, 4, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 143, 144, 240]
+LENGTHS += [241, 256, 257, 320, 321, 1023, 1024, 1025, 1088, 1089, 2048, 2049, 17 * 1024 + 1, 17 * 1024 + 8]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.tile_bytes}x{config.heads}")
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**31))
+def test_moves(config, seed):
+    move_rows = partial(move_rows_triton, config=config)
+    check_gather(random.Random(seed), "cpu", move_rows)
+    check_scatter(random.Random(seed + 1), "cpu", move_rows)
+
+
+@settings(max_examples=3)
+@given(seed=st.integers(0, 2**31))
+def test_heads_that_do_not_fill_a_tile(seed):
+    move_rows = partial(move_rows_triton, config=CopyConfig(256, 4))
+    check_gather(random.Random(seed), "cpu", move_rows, SPECS[2])  # three heads
+    check_scatter(random.Random(seed), "cpu", move_rows, SPECS[2])
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**31), blocks=st.sampled_from((1, 4)), tiles=st.sampled_from((1, 4)))
+def test_checksums(seed, blocks, tiles):
+    check_checksums(random.Random(seed), "cpu", partial(xxh3_tiles_triton, config=HashConfig(blocks, 4, tiles)))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_checksums_of_every_class(length):
+    tiles = torch.randint(0, 256, (2, length), dtype=torch.uint8)
+    expected = [xxhash.xxh3_64_intdigest(bytes(tile.tolist())) for tile in tiles]
+    assert unsigned(xxh3_tiles_triton(tiles)) == expected
