@@ -22,7 +22,7 @@ SHAPES: dict[str, dict[str, int]] = {
 TP_SIZES = {"smollm2": (1, 3), "llama": (1, 2, 3), "qwen2": (1, 2, 4), "qwen3": (1, 2, 4)}
 
 
-def save_random_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
+def save_random_checkpoint(family: str, directory: Path, seed: int = 0, **overrides: Any) -> Path:
     """Write a checkpoint of that family with random weights, large enough that logits are far apart."""
     import transformers
 
@@ -40,6 +40,7 @@ def save_random_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
     }
     if family == "qwen3":
         common["head_dim"] = 16
+    common |= overrides
     config_class, model_class = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),

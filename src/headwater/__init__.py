@@ -15,10 +15,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headwater.engine.config import EngineConfig
+    from headwater.engine.engine import Engine, EngineStats
+    from headwater.engine.params import FinishReason, RequestOutput, SamplingParams
     from headwater.errors import (
         BufferMismatchError,
         CapacityError,
         DeadlineError,
+        EngineConfigError,
         FormatVersionError,
         HeadwaterError,
         IdentityError,
@@ -47,9 +51,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "headwater.engine.config": "EngineConfig",
+    "headwater.engine.engine": "Engine EngineStats",
+    "headwater.engine.params": "FinishReason RequestOutput SamplingParams",
     "headwater.errors": (
-        "BufferMismatchError CapacityError DeadlineError FormatVersionError HeadwaterError IdentityError "
-        "InvalidArgumentError SettingsMismatchError SpecError SpecMismatchError StoreClosedError StoreDamagedError "
+        "BufferMismatchError CapacityError DeadlineError EngineConfigError EngineDeadError EngineError "
+        "FormatVersionError HeadwaterError IdentityError InvalidArgumentError MemoryBudgetError ModelError "
+        "RequestError SettingsMismatchError SpecError SpecMismatchError StoreClosedError StoreDamagedError "
         "StoreError StorePermissionError TokenError TopologyError UrlError"
     ),
     "headwater.kv.checkpoint": "digest_checkpoint",
@@ -71,7 +79,14 @@ __all__ = [
     "ChunkKeys",
     "ChunkRef",
     "DeadlineError",
+    "Engine",
+    "EngineConfig",
+    "EngineConfigError",
+    "EngineDeadError",
+    "EngineError",
+    "EngineStats",
     "Extra",
+    "FinishReason",
     "FormatVersionError",
     "HeadwaterError",
     "Identity",
@@ -79,12 +94,17 @@ __all__ = [
     "InvalidArgumentError",
     "KVSpec",
     "Match",
+    "MemoryBudgetError",
+    "ModelError",
     "Piece",
     "Plane",
     "Pool",
     "PoolStats",
     "RawBuffer",
+    "RequestError",
     "RequestLease",
+    "RequestOutput",
+    "SamplingParams",
     "SettingsMismatchError",
     "Shard",
     "Space",

@@ -539,6 +539,31 @@ def test_a_demo_that_is_interrupted_leaves_nothing(number: int, code: int) -> No
     assert demo_pools() <= before
 
 
+def test_an_interrupt_inside_a_destructor_is_not_lost() -> None:
+    """The interpreter swallows what is raised there; the command must stop all the same, and say nothing of it."""
+    script = """
+import os, signal, sys, time
+import headwater.cli as cli
+
+class Slow:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+
+def run(args):
+    try:
+        Slow()
+        time.sleep(30)
+    except SystemExit as stop:
+        return stop.code
+
+cli.run = run
+cli.main()
+"""
+    result = finish(start(code=script))
+    assert (result.code, result.err) == (130, "")
+
+
 def test_demo_needs_a_pool_that_processes_can_share(cli: Cli) -> None:
     result = cli("pool", "demo", "--url", "memory://")
     assert result.code == 1

@@ -6,6 +6,7 @@ wrongly, or written by two requests shows up as a wrong history at the first rea
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,9 @@ from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.executor import Pending
+from headwater.engine.link import LoadEnd
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams
+from headwater.engine.request import Request
 from headwater.engine.sampler import Sampled, SamplingBatch
 from headwater.errors import RequestError
 
@@ -39,7 +42,7 @@ class HistoryDevice:
         self.plan = SimpleNamespace(num_pages=num_pages, max_model_len=max_model_len, explanation="")
         self.vocab_size = VOCAB
         self._page_size = page_size
-        self._histories: dict[int, tuple[int, ...]] = {}
+        self.histories: dict[int, tuple[int, ...]] = {}
         self._previous: list[int] = []
         self.max_rows = 0
         self.num_rows = 0
@@ -61,11 +64,11 @@ class HistoryDevice:
                     for t in range(position + 1)
                 ]
                 assert at[-1] == step.slots[row]
-                history = (*self._histories.get(at[position - 1], ()), token) if position else (token,)
+                history = (*self.histories.get(at[position - 1], ()), token) if position else (token,)
                 assert len(history) == position + 1, "the KV before this token is not there"
                 for t in range(position):
-                    assert self._histories[at[t]] == history[: t + 1], f"position {t} holds another prefix"
-                self._histories[at[-1]] = history
+                    assert self.histories[at[t]] == history[: t + 1], f"position {t} holds another prefix"
+                self.histories[at[-1]] = history
                 if row in step.sample_rows:
                     samples.append(next_token(history))
                 row += 1
@@ -77,13 +80,60 @@ class HistoryDevice:
         pass
 
 
+class HistoryPool:
+    """A pool of histories: keeps what it is given, brings back any part of it, late, and not always all of it."""
+
+    def __init__(self, device: HistoryDevice, page_size: int, rng: random.Random) -> None:
+        self._device = device
+        self._page_size = page_size
+        self._rng = rng
+        self._kept: set[tuple[int, ...]] = set()
+        self._loads: dict[int, tuple[Request, int, int]] = {}
+        self.num_loads = 0
+
+    def start_load(self, request: Request, num_shared: int) -> bool:
+        limit = len(request.tokens) - 1
+        length = next((n for n in range(limit, 0, -1) if tuple(request.tokens[:n]) in self._kept), 0)
+        if length <= request.num_computed or self._rng.random() < 0.2:
+            return False
+        self.num_loads += 1
+        self._loads[request.arrival] = (request, length, num_shared)
+        return True
+
+    def take_loaded(self, wait_s: float) -> list[LoadEnd]:
+        ended = [arrival for arrival in self._loads if wait_s or self._rng.random() < 0.5]
+        return [LoadEnd(arrival, self._land(*self._loads.pop(arrival))) for arrival in ended]
+
+    def save(self, request: Request, *, ends: bool) -> None:
+        known = request.tokens[: request.num_computed]
+        if self._rng.random() < 0.7:
+            self._kept.update(tuple(known[:n]) for n in range(1, len(known) + 1))
+
+    def cancel(self, request: Request) -> None:
+        assert request.arrival in self._loads
+
+    def forget(self, request: Request) -> None:
+        assert request.arrival not in self._loads
+
+    def _land(self, request: Request, length: int, num_shared: int) -> int:
+        """Write into the request's pages, whoever has them now: the device notices if they are somebody else's."""
+        length = self._rng.choice([length, length, self._rng.randrange(length + 1)])
+        for position in range(num_shared * self._page_size, length):
+            page, offset = divmod(position, self._page_size)
+            slot = int(request.page_row[page]) * self._page_size + offset
+            self._device.histories[slot] = tuple(request.tokens[: position + 1])
+        return length
+
+
 def make_engine(**settings_: Any) -> tuple[Engine, HistoryDevice]:
     num_pages = settings_.pop("num_pages", 32)
     max_model_len = settings_.pop("max_model_len", 64)
+    pool_seed = settings_.pop("pool_seed", None)
     config = EngineConfig(model="fake", device="cpu", **{"page_size": 4, **settings_})
     device = HistoryDevice(num_pages, config.page_size, min(max_model_len, num_pages * config.page_size))
     checkpoint = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(EOS,)))
-    return Engine(config, checkpoint=checkpoint, executor=device), device  # type: ignore[arg-type]
+    link = HistoryPool(device, config.page_size, random.Random(pool_seed)) if pool_seed is not None else None
+    return Engine(config, checkpoint=checkpoint, executor=device, link=link), device  # type: ignore[arg-type]
 
 
 def expected(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], FinishReason]:
@@ -117,6 +167,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "max_batched_tokens": draw(st.sampled_from([1, 3, 8, 64])),
         "prefix_cache": draw(st.sampled_from(["radix", "naive"])),
         "overlap": draw(st.booleans()),
+        "pool_seed": draw(st.none() | st.integers(0, 1000)),
     }
 
 
@@ -175,6 +226,26 @@ def test_a_cache_too_small_preempts_and_goes_on() -> None:
     got, _ = run(engine)
     assert engine.stats().num_preemptions > 0
     assert all(got[f"r{i}"] == expected([i, 1, 2, 3, i, 5], GREEDY, 40)[0] for i in range(6))
+
+
+def test_an_abort_while_kv_is_on_its_way_keeps_the_pages_until_it_has_come() -> None:
+    engine, _ = make_engine(pool_seed=4, prefix_cache="naive")
+    pool = engine._link
+    prompt = list(range(20))
+    pool._kept = {tuple(prompt[:n]) for n in range(1, 20)}  # type: ignore[attr-defined]
+    pool.take_loaded = lambda wait_s: []  # type: ignore[method-assign]
+    engine.add("a", prompt, GREEDY)
+    engine.step()
+    assert engine._scheduler.running[0].is_loading
+    held = engine.stats().num_pages - engine.stats().num_pages_free
+    engine.abort("a")
+    engine.step()
+    engine.check_integrity()
+    assert engine.stats().num_pages - engine.stats().num_pages_free == held
+    assert engine.has_work
+    del pool.take_loaded  # type: ignore[attr-defined]
+    run(engine)
+    assert engine.stats().num_pages_free == engine.stats().num_pages
 
 
 def test_two_identical_prompts_in_one_step_share_pages_afterwards() -> None:
@@ -261,6 +332,16 @@ def test_what_can_never_be_served_is_refused(prompt: list[int], message: str) ->
     engine, _ = make_engine()
     with pytest.raises(RequestError, match=message):
         engine.add("a", prompt, GREEDY)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("token", [VOCAB, 1 << 30])
+def test_a_stop_token_that_the_model_does_not_have_is_refused(token: int) -> None:
+    """Banned before `min_tokens`, it would be an index outside the logits, and the end of the engine."""
+    engine, _ = make_engine()
+    with pytest.raises(RequestError, match="stop_token_ids") as caught:
+        engine.add("a", [1], SamplingParams(stop_token_ids=(token,), min_tokens=2, max_tokens=3))
+    assert caught.value.param == "stop_token_ids"
     assert not engine.has_work
 
 

@@ -134,6 +134,19 @@ def test_truncation_happens_after_the_temperature() -> None:
     assert hot == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-30, 1e-6])
+def test_a_tiny_temperature_takes_the_best_token(temperature: float) -> None:
+    logits = torch.randn(VOCAB) * 30
+    assert set(draws(logits, 50, temperature=temperature).tolist()) == {int(logits.argmax())}
+
+
+def test_more_logprobs_than_tokens_gives_all_of_them() -> None:
+    requests = [request(temperature=0.0, logprobs=20)]
+    batch = make_sampling_batch(requests, 7)
+    found = unpack_logprobs(batch, requests, sample(torch.randn(1, 7), batch))
+    assert len(found[0].top) == 7
+
+
 def test_penalties_are_what_they_say() -> None:
     logits = torch.tensor([[2.0, -1.0, 0.5, 0.25, 0.0]])
     asked = request(
@@ -191,6 +204,10 @@ def test_logprobs_are_the_models_own() -> None:
         ({"stop": ("",)}, "stop"),
         ({"logprobs": 21}, "logprobs"),
         ({"seed": 1 << 70}, "seed"),
+        ({"max_tokens": 1 << 70}, "max_tokens"),
+        ({"top_k": 1 << 70}, "top_k"),
+        ({"stop_token_ids": (-5,)}, "stop_token_ids"),
+        ({"stop_token_ids": tuple(range(1000))}, "stop_token_ids"),
     ],
 )
 def test_bad_parameters_are_named(params: dict[str, Any], name: str) -> None:

@@ -21,6 +21,7 @@ def main() -> None:
     """Entry point of the console script."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
+    sys.unraisablehook = _ask_again
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()
@@ -63,3 +64,13 @@ def _fail(error: Exception, text: str, args: Sequence[str]) -> int:
 def _stop(number: int, _frame: FrameType | None) -> None:
     """Ctrl-C and `kill` unwind the stack like any other exit, so that what was begun is cleaned up."""
     raise SystemExit(128 + number)
+
+
+def _ask_again(lost: sys.UnraisableHookArgs) -> None:
+    """A signal that arrives inside a destructor or a callback raises where nobody can catch it: raise once more."""
+    if not isinstance(lost.exc_value, SystemExit):
+        sys.__unraisablehook__(lost)
+        return
+    code = lost.exc_value.code
+    signal.signal(signal.SIGALRM, lambda number, frame: _stop(int(code or 0) - 128, frame))
+    signal.setitimer(signal.ITIMER_REAL, 0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headwater.connector.config import ConnectorConfig
 from headwater.errors import EngineConfigError
 
 LAYOUTS = ("layer-first", "page-first")
@@ -43,8 +44,23 @@ class EngineConfig:
     """Where the seeds of requests that bring none start from."""
     num_threads: int | None = None
     """CPU threads of one rank; None: the cores there are, divided by the ranks."""
+    pool: str | None = None
+    """URL of the pool to share KV through, say shm:///headwater; None: share nothing."""
+    pool_role: str = "both"
+    pool_load: str = "async"
+    pool_saves_decoded: bool = True
+
+    @property
+    def connector(self) -> ConnectorConfig | None:
+        """How to use the pool; None where there is none."""
+        if self.pool is None:
+            return None
+        return ConnectorConfig(
+            pool=self.pool, role=self.pool_role, load_mode=self.pool_load, save_decoded=self.pool_saves_decoded
+        )
 
     def __post_init__(self) -> None:
+        _ = self.connector  # checks its part
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("cache_layout", self.cache_layout, LAYOUTS)

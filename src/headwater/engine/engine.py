@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
+from headwater.connector.worker import TransferStats
 from headwater.engine.batch import make_step_input
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import choose_placement
 from headwater.engine.executor import BaseExecutor, Executor, Pending
+from headwater.engine.identity import engine_identity
+from headwater.engine.link import Link, NoPool, PoolLink
 from headwater.engine.pages import PagePool
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from headwater.engine.prefix import create_prefix_cache
@@ -22,8 +25,11 @@ from headwater.engine.request import Request
 from headwater.engine.runner import Progress
 from headwater.engine.sampler import SamplingBatch, make_sampling_batch, unpack_logprobs
 from headwater.engine.scheduler import Scheduler, Step
-from headwater.errors import EngineError, RequestError
+from headwater.errors import EngineConfigError, EngineError, RequestError
 from headwater.models.checkpoint import Checkpoint, open_checkpoint
+
+LOAD_WAIT_S = 0.05
+"""How long a step waits for the pool when it has nothing else to do; then its caller may look around."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,8 @@ class EngineStats:
     num_cached_tokens: int
     """Of the prompt tokens: found in the cache instead of computed."""
     num_generated_tokens: int
+    pool: TransferStats
+    """What rank 0 moved to and from the pool."""
 
 
 class _InFlight(NamedTuple):
@@ -61,10 +69,12 @@ class Engine:
         *,
         checkpoint: Checkpoint | None = None,
         executor: BaseExecutor | None = None,
+        link: Link | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.checkpoint = checkpoint or open_checkpoint(config.model, config.load_format)
         self.config = config
+        _check_length(config, self.checkpoint)
         self.placement = choose_placement(config)
         self._overlap = self.placement.overlap
         self._executor = executor or Executor(self.checkpoint, config, self.placement, progress)
@@ -72,12 +82,14 @@ class Engine:
         self.max_model_len = self.plan.max_model_len
         self._pool = PagePool(self.plan.num_pages)
         self._prefix = create_prefix_cache(config.prefix_cache, self._pool, config.page_size)
+        self._link = link or self._connect()
         self._scheduler = Scheduler(
             self._pool,
             self._prefix,
             page_size=config.page_size,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
+            link=self._link,
         )
         self._requests: dict[str, Request] = {}
         self._arrivals = count()
@@ -90,6 +102,7 @@ class Engine:
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids of live requests must differ")
         tokens = self._check_prompt(prompt)
+        self._check_stop_tokens(params)
         arrival = next(self._arrivals)
         room = self.max_model_len - len(tokens)
         request = Request(
@@ -113,7 +126,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._requests or self._in_flight or self._aborted)
+        return bool(self._requests or self._in_flight or self._aborted or self._scheduler.abandoned)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step, then read the one before it, which the device computed in the meantime.
@@ -121,10 +134,13 @@ class Engine:
         Without overlap the step is read at once. An output comes at most once per request and call.
         """
         outputs, self._aborted = self._aborted, []
+        self._take_loaded(wait_s=0.0)
         if not self._may_overlap():
             outputs += self._land()
         step = self._scheduler.schedule()
         launched = self._launch(step) if step.chunks else None
+        if launched is None and self._in_flight is None:
+            self._take_loaded(wait_s=LOAD_WAIT_S)  # nothing to compute: then there is nothing but loads to wait for
         outputs += self._land()
         self._in_flight = launched
         if not self._overlap:
@@ -145,11 +161,16 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
+            pool=self._executor.pool_stats if isinstance(self._executor, Executor) else TransferStats(),
         )
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached KV that no request is using; returns how many pages that was."""
         return self._prefix.reset()
+
+    def drain_saves(self, timeout_s: float) -> bool:
+        """Wait until what was given to the pool is in it, or given up, on every rank; False if that takes longer."""
+        return not isinstance(self._executor, Executor) or self._executor.drain(timeout_s)
 
     def check_integrity(self) -> None:
         """Verify the owner of every page. Raises EngineError. For tests: it looks at everything."""
@@ -167,6 +188,23 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _connect(self) -> Link:
+        """Join the pool, if one is wanted."""
+        connector = self.config.connector
+        if connector is None or not isinstance(self._executor, Executor):
+            return NoPool()
+        if self.placement.device.type != "cpu":
+            raise EngineConfigError("--pool works on CPUs so far; the data path for GPUs is not there yet")
+        identity = engine_identity(self.checkpoint, self.placement.dtype, self.config.load_format)
+        space = self._executor.connect(connector, identity)
+        return PoolLink(space, connector, self._executor, dummy_page=self.plan.num_pages)
+
+    def _take_loaded(self, wait_s: float) -> None:
+        """Let requests go on whose KV has come from the pool."""
+        for arrival, num_tokens in self._link.take_loaded(wait_s):
+            waiting = (*self._scheduler.running, *self._scheduler.abandoned)
+            self._scheduler.loaded(next(r for r in waiting if r.arrival == arrival), num_tokens)
 
     def _may_overlap(self) -> bool:
         """Penalties look at every token said so far, so the last one must be known before the next is sampled."""
@@ -238,9 +276,26 @@ class Engine:
             raise RequestError(f"token ids must be 0 to {vocab_size - 1}", param="prompt")
         return tokens
 
+    def _check_stop_tokens(self, params: SamplingParams) -> None:
+        vocab_size = self._executor.vocab_size
+        if unknown := [i for i in params.stop_token_ids if not 0 <= i < vocab_size]:
+            raise RequestError(
+                f"stop_token_ids has {unknown[0]}; token ids of this model are 0 to {vocab_size - 1}",
+                param="stop_token_ids",
+            )
+
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         eos = () if params.ignore_eos else self.checkpoint.config.eos_token_ids
-        return frozenset((*eos, *params.stop_token_ids))
+        # A config may name an end token that its vocabulary does not have; it is never sampled, and never banned.
+        known = (token for token in eos if 0 <= token < self._executor.vocab_size)
+        return frozenset((*known, *params.stop_token_ids))
+
+
+def _check_length(config: EngineConfig, checkpoint: Checkpoint) -> None:
+    """Before anything is loaded, and before tables of that length are made."""
+    most = getattr(checkpoint.config, "max_position_embeddings", None)
+    if config.max_model_len is not None and most is not None and config.max_model_len > most:
+        raise EngineConfigError(f"--max-model-len is {config.max_model_len:,}; the model was made for {most:,} tokens")
 
 
 def _make_output(request: Request, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> RequestOutput:

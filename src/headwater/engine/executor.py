@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import queue
+import secrets
+import time
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from headwater.connector.config import ConnectorConfig
+from headwater.connector.jobs import Job, Loaded
+from headwater.connector.worker import TransferStats, WorkerHalf
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import Placement
@@ -15,7 +21,12 @@ from headwater.engine.runner import Progress, Runner
 from headwater.engine.sampler import Sampled, SamplingBatch, sample
 from headwater.engine.sizing import PagePlan, plan_pages
 from headwater.errors import EngineDeadError, HeadwaterError
+from headwater.kv.identity import Identity
 from headwater.models.checkpoint import Checkpoint
+from headwater.pool.pool import Pool, open_pool
+from headwater.pool.space import Space
+
+LOAD_POLL_S = 0.0005
 
 
 class Pending(NamedTuple):
@@ -57,6 +68,11 @@ class Executor:
         self, checkpoint: Checkpoint, config: EngineConfig, placement: Placement, progress: Progress | None = None
     ) -> None:
         set_num_threads(config, placement)
+        self._pool: Pool | None = None
+        self._half: WorkerHalf | None = None
+        self._own_loaded: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
+        self._loads: dict[str, list[int]] = {}
+        """By request: how many chunks each rank that is done has in place."""
         self._ranks = RankGroup(config, placement)
         try:
             self._runner = Runner(checkpoint, self._ranks.parallel, config, placement, progress=progress)
@@ -90,8 +106,70 @@ class Executor:
         self._previous = sampled.token_ids
         return _to_host(sampled)
 
+    def connect(self, config: ConnectorConfig, identity: Identity) -> Space:
+        """Join all ranks to the pool; returns rank 0's view of it. Raises what opening a pool raises."""
+        group = secrets.randbits(63)
+        self._pool = open_pool(config.pool, group=group)
+        space = self._pool.space(identity, self._runner.spec)
+        self._half = self._runner.connect(space, config, self._own_loaded.put)
+        self._ranks.connect(identity.canonical(), group)
+        return space
+
+    def save(self, job: Job) -> None:
+        """Take KV out of the cache, on every rank."""
+        assert self._half is not None
+        self._ranks.save(job)
+        self._half.save(job)
+
+    def load(self, job: Job) -> None:
+        """Bring KV into the cache, on every rank."""
+        assert self._half is not None
+        self._loads[job.request_id] = []
+        self._ranks.load(job)
+        self._half.load(job)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a load."""
+        assert self._half is not None
+        self._ranks.cancel(request_id)
+        self._half.cancel(request_id)
+
+    def wait_loaded(self, timeout_s: float) -> list[Loaded]:
+        """Loads that have ended on all ranks: what the rank that got least has. Waits for one at most that long."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ended = self._take_loaded()
+            if ended or not self._loads or time.monotonic() >= deadline:
+                return ended
+            time.sleep(LOAD_POLL_S)
+
+    @property
+    def pool_stats(self) -> TransferStats:
+        """What rank 0 moved; all zero without a pool."""
+        return TransferStats() if self._half is None else self._half.stats()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the saves of all ranks are in the pool or given up; False if that takes longer."""
+        if self._half is None:
+            return True
+        self._ranks.start_drain(timeout_s)
+        return all((self._half.drain(timeout_s), *self._ranks.wait_drained()))
+
+    def _take_loaded(self) -> list[Loaded]:
+        for loaded in (*_take_all(self._own_loaded), *self._ranks.take_loaded()):
+            self._loads[loaded.request_id].append(loaded.num_chunks)
+        size = self._runner.parallel.size
+        ended = [Loaded(name, min(counts)) for name, counts in self._loads.items() if len(counts) == size]
+        for loaded in ended:
+            del self._loads[loaded.request_id]
+        return ended
+
     def close(self) -> None:
-        """End the other ranks. Idempotent."""
+        """Finish what is being saved, and end the other ranks. Idempotent."""
+        if self._half is not None:
+            self._half.close()
+        if self._pool is not None:
+            self._pool.close()
         self._ranks.close()
 
     def _allocate(self, checkpoint: Checkpoint, config: EngineConfig, placement: Placement) -> PagePlan:
@@ -128,3 +206,10 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _copy_any(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else _copy(tensor)
+
+
+def _take_all(source: queue.SimpleQueue[Loaded]) -> list[Loaded]:
+    found = []
+    while not source.empty():
+        found.append(source.get())
+    return found

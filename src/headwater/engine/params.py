@@ -11,7 +11,10 @@ from headwater.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 256
 MAX_SEED = (1 << 63) - 1
+MAX_COUNT = (1 << 31) - 1
+"""No context is longer and no vocabulary larger, and it fits every integer on the way."""
 
 
 class FinishReason(StrEnum):
@@ -52,10 +55,10 @@ class SamplingParams:
     """None: none; 0: of the chosen token; k: of the k best as well."""
 
     def __post_init__(self) -> None:
-        _check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, self.max_tokens, "at least 1")
-        _check("min_tokens", self.min_tokens >= 0, self.min_tokens, "at least 0")
+        _check_count("max_tokens", self.max_tokens, least=1)
+        _check_count("min_tokens", self.min_tokens)
         _check_number("temperature", self.temperature, 0.0, 100.0)
-        _check("top_k", self.top_k >= 0, self.top_k, "at least 0 (0 keeps all)")
+        _check_count("top_k", self.top_k)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         _check("top_p", self.top_p > 0.0, self.top_p, "above 0")
         _check_number("min_p", self.min_p, 0.0, 1.0)
@@ -68,6 +71,12 @@ class SamplingParams:
             len(self.stop) <= MAX_STOP_STRINGS and all(self.stop),
             list(self.stop),
             f"at most {MAX_STOP_STRINGS} strings, none empty",
+        )
+        _check(
+            "stop_token_ids",
+            len(self.stop_token_ids) <= MAX_STOP_TOKENS and all(0 <= i <= MAX_COUNT for i in self.stop_token_ids),
+            list(self.stop_token_ids[:8]),
+            f"at most {MAX_STOP_TOKENS} token ids",
         )
         _check("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, self.logprobs, "0 to 20")
         if self.max_tokens is not None:
@@ -109,6 +118,10 @@ class RequestOutput:
 def _check(name: str, fine: bool, value: object, expected: str) -> None:
     if not fine:
         raise RequestError(f"{name} is {value!r}; expected {expected}", param=name)
+
+
+def _check_count(name: str, value: int | None, least: int = 0) -> None:
+    _check(name, value is None or least <= value <= MAX_COUNT, value, f"{least} to {MAX_COUNT}")
 
 
 def _check_number(name: str, value: float, least: float, most: float) -> None:

@@ -7,9 +7,12 @@ torch.distributed (NCCL between GPUs, gloo between CPUs). A child ends when its 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -17,13 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headwater.connector.jobs import Job, Loaded
+from headwater.connector.worker import WorkerHalf
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import Placement, choose_placement
 from headwater.engine.sizing import MemoryReport
 from headwater.engine.wire import Message, receive, send
-from headwater.errors import EngineDeadError, EngineError
+from headwater.errors import EngineDeadError, EngineError, HeadwaterError
+from headwater.kv.identity import Identity
 from headwater.models.parallel import TensorParallel
+from headwater.pool.pool import open_pool
 
 if TYPE_CHECKING:
     from headwater.engine.runner import Runner
@@ -32,6 +39,8 @@ _dist: Any = torch.distributed  # its classes are made in C++, and half of them 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others inside a step before it gives up; a dead one is noticed at once."""
 EXIT_WAIT_S = 5.0
+DYING_WAIT_S = 1.0
+"""How long a rank that is failing may take to say why."""
 
 
 class RankGroup:
@@ -50,6 +59,8 @@ class RankGroup:
                 self._children.append(child)
                 fields = {"config": asdict(config), "rank": rank, "size": size, "port": store.port}
                 send(child[1], "start", fields)
+            for _, sock in self._children:
+                self._expect(sock, "joined")  # one that dies before would leave the rest waiting in the group
             self.parallel = TensorParallel(0, size, _make_group(store, 0, size, placement.device))
         except BaseException:
             self.close()
@@ -75,17 +86,65 @@ class RankGroup:
         for _, sock in self._children:
             send(sock, "step", {"share_samples": share_samples}, arrays)
 
+    def connect(self, identity: dict[str, Any], group: int) -> None:
+        """Have the other ranks open the pool, as members of one writer group."""
+        for _, sock in self._children:
+            send(sock, "connect", {"identity": identity, "group": group})
+        for _, sock in self._children:
+            self._expect(sock, "connected")
+
+    def save(self, job: Job) -> None:
+        """Have the other ranks take KV out of their caches, after the steps so far and before the next."""
+        self._tell("save", *job.to_wire())
+
+    def load(self, job: Job) -> None:
+        """Have the other ranks bring KV into their caches."""
+        self._tell("load", *job.to_wire())
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a load."""
+        self._tell("cancel", {"request_id": request_id})
+
+    def take_loaded(self) -> list[Loaded]:
+        """Loads that have ended on one of the other ranks each. Does not wait."""
+        found = []
+        for _, sock in self._children:
+            while select.select([sock], [], [], 0)[0]:
+                fields = self._expect(sock, "loaded_kv").fields
+                found.append(Loaded(str(fields["request_id"]), int(fields["num_chunks"])))
+        return found
+
+    def start_drain(self, timeout_s: float) -> None:
+        """Have the other ranks finish their saves."""
+        self._tell("drain", {"timeout_s": timeout_s})
+
+    def wait_drained(self) -> list[bool]:
+        """Whether each of the other ranks did. No load may be under way."""
+        return [bool(self._expect(sock, "drained").fields["done"]) for _, sock in self._children]
+
+    def _tell(self, kind: str, fields: dict[str, Any], arrays: Sequence[Any] = ()) -> None:
+        for _, sock in self._children:
+            send(sock, kind, fields, arrays)
+
     def why_dead(self) -> str | None:
         """What a rank that has failed said last, or how it exited; None while all are alive."""
         for rank, (process, sock) in enumerate(self._children, 1):
-            sock.settimeout(1.0)
+            sock.settimeout(DYING_WAIT_S)
             try:
-                message = receive(sock)
-                return f"rank {rank} failed: {message.fields.get('error', message.kind)}"
-            except (EngineError, TimeoutError):
+                while (message := receive(sock)).kind != "failed":
+                    pass
+                return f"rank {rank} failed: {message.fields.get('error', 'without a word')}"
+            except EngineError:  # silent, or gone
                 if process.poll() is not None:
                     return f"rank {rank} exited with status {process.returncode}"
+            finally:
+                sock.settimeout(None)
         return None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all the other ranks are. Cheap: asked beside other work."""
+        return all(process.poll() is None for process, _ in self._children)
 
     def close(self) -> None:
         """End the other ranks: close their sockets, wait, and kill what is left. A second call changes nothing."""
@@ -102,7 +161,7 @@ class RankGroup:
     def _expect(self, sock: socket.socket, kind: str) -> Message:
         message = receive(sock)
         if message.kind != kind:
-            raise EngineError(f"a rank could not start: {message.fields.get('error', message.kind)}")
+            raise EngineDeadError(f"a rank failed: {message.fields.get('error', message.kind)}")
         return message
 
 
@@ -117,18 +176,21 @@ def run_rank(sock: socket.socket) -> None:
         placement = choose_placement(config)
         set_num_threads(config, placement)
         store = _dist.TCPStore("127.0.0.1", int(start.fields["port"]), size, is_master=False)
+        send(sock, "joined")
         parallel = TensorParallel(rank, size, _make_group(store, rank, size, placement.device))
         from headwater.engine.runner import Runner
 
         checkpoint = open_checkpoint(config.model, config.load_format)
         runner = Runner(checkpoint, parallel, config, placement)
         send(sock, "loaded", runner.report._asdict())
-        _follow(sock, runner)
+        _follow(sock, runner, config)
     except EngineDeadError:
         return  # rank 0 is gone, or has closed us: both are the end
     except Exception as error:
         with suppress(EngineDeadError):
             send(sock, "failed", {"error": f"{type(error).__name__}: {error}"})
+        if isinstance(error, HeadwaterError):
+            sys.exit(1)  # rank 0 says what it was; nobody needs to hear it once per rank
         raise
 
 
@@ -139,27 +201,58 @@ def set_num_threads(config: EngineConfig, placement: Placement) -> None:
         torch.set_num_threads(config.num_threads or max(1, cores // config.tensor_parallel_size))
 
 
-def _follow(sock: socket.socket, runner: Runner) -> None:
+def _follow(sock: socket.socket, runner: Runner, config: EngineConfig) -> None:
     previous: torch.Tensor | None = None
-    while True:
-        message = receive(sock)
-        if message.kind == "allocate":
-            runner.allocate(int(message.fields["num_pages"]), int(message.fields["max_model_len"]))
-            send(sock, "ready")
-        elif message.kind == "step":
-            step = StepInput(*message.arrays)
-            runner.forward(step, previous)
-            if message.fields["share_samples"] and len(step.sample_rows):
-                previous = torch.empty(len(step.sample_rows), dtype=torch.int64, device=runner.device)
-                runner.parallel.broadcast(previous)
-        else:
-            raise EngineError(f"rank 0 sent {message.kind!r}, which is no order")
+    half: WorkerHalf | None = None
+    lock = threading.Lock()  # loads end in a thread of their own, and say so on the same socket
+
+    def on_loaded(loaded: Loaded) -> None:
+        with lock, suppress(EngineDeadError):
+            send(sock, "loaded_kv", {"request_id": loaded.request_id, "num_chunks": loaded.num_chunks})
+
+    try:
+        while True:
+            message = receive(sock)
+            if message.kind == "allocate":
+                runner.allocate(int(message.fields["num_pages"]), int(message.fields["max_model_len"]))
+                send(sock, "ready")
+            elif message.kind == "connect":
+                half = _connect(message, runner, config, on_loaded)
+                send(sock, "connected")
+            elif message.kind == "step":
+                step = StepInput(*message.arrays)
+                runner.forward(step, previous)
+                if message.fields["share_samples"] and len(step.sample_rows):
+                    previous = torch.empty(len(step.sample_rows), dtype=torch.int64, device=runner.device)
+                    runner.parallel.broadcast(previous)
+            elif half is not None and message.kind == "save":
+                half.save(Job.from_wire(message.fields, message.arrays))
+            elif half is not None and message.kind == "load":
+                half.load(Job.from_wire(message.fields, message.arrays))
+            elif half is not None and message.kind == "drain":
+                send(sock, "drained", {"done": half.drain(float(message.fields["timeout_s"]))})
+            elif half is not None and message.kind == "cancel":
+                half.cancel(str(message.fields["request_id"]))
+            else:
+                raise EngineError(f"rank 0 sent {message.kind!r}, which is no order")
+    finally:
+        if half is not None:
+            half.close()
+
+
+def _connect(message: Message, runner: Runner, config: EngineConfig, on_loaded: Callable[[Loaded], None]) -> WorkerHalf:
+    connector = config.connector
+    assert connector is not None, "connected without a pool"
+    pool = open_pool(connector.pool, group=int(message.fields["group"]))
+    space = pool.space(Identity.from_canonical(message.fields["identity"]), runner.spec)
+    return runner.connect(space, connector, on_loaded)
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "headwater.engine.rank", str(theirs.fileno())]
+        # -P: what lies in the directory we were started from must not be imported instead of the real thing.
+        command = [sys.executable, "-P", "-m", "headwater.engine.rank", str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     return process, ours
 

@@ -28,6 +28,7 @@ class Request:
         "finish_reason",
         "handle",
         "id",
+        "is_loading",
         "max_tokens",
         "num_cached",
         "num_computed",
@@ -75,6 +76,8 @@ class Request:
         """What this request pins in the prefix cache: the first `handle.num_tokens` tokens."""
         self.num_cached: int | None = None
         """Prompt tokens found in the cache at the first admission; None before it."""
+        self.is_loading = False
+        """Its KV is on the way from the pool into its pages: nobody else may have them, and it cannot run yet."""
         self.finish_reason: FinishReason | None = None
 
     @property

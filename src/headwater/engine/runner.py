@@ -6,6 +6,7 @@ A runner computes what it is told; who runs when is the scheduler's business, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headwater.connector.config import ConnectorConfig
+from headwater.connector.jobs import Loaded
+from headwater.connector.worker import WorkerHalf
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import TORCH_DTYPES, Placement, rank_device
@@ -28,6 +32,8 @@ from headwater.models.context import StepContext
 from headwater.models.decoder import build_model
 from headwater.models.parallel import TensorParallel
 from headwater.models.weights import load_weights
+from headwater.pool.space import Space
+from headwater.transfer.view import view_description
 
 Progress = Callable[[int, int], None]
 
@@ -82,6 +88,15 @@ class Runner:
         self.cache = self._create_cache(num_pages)
         if self.device.type == "cuda" and self._config.cuda_graphs:
             self._graphs = DecodeGraphs(self, max_model_len)
+
+    def connect(self, space: Space, config: ConnectorConfig, on_loaded: Callable[[Loaded], None]) -> WorkerHalf:
+        """Join this rank's cache to the pool."""
+        assert self.cache is not None, "connect before allocate"
+        shard = self._topology.shard(self.spec, tp_rank=self.parallel.rank)
+        view = view_description(self.spec, self.cache.view, self.cache.data)
+        # With the dummy page, which takes what must not be written over pages that others use.
+        view = replace(view, num_blocks=self.cache.num_pages + 1)
+        return WorkerHalf(space, view, shard, config, on_loaded)
 
     @torch.inference_mode()
     def forward(self, step: StepInput, previous: Tensor | None) -> Tensor:

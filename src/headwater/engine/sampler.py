@@ -144,7 +144,9 @@ def _uniform(keys: Tensor, num_columns: int) -> Tensor:
 def _draw(logits: Tensor, temperatures: Tensor, batch: SamplingBatch) -> Tensor:
     """Sample every row by the Gumbel trick: the best of logit + noise is a draw from the softmax."""
     device = logits.device
-    scaled = logits / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    # The best token at 0: then no temperature, however small, makes an infinity of it.
+    centred = logits - logits.amax(dim=-1, keepdim=True)
+    scaled = centred / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
     if batch.min_ps is not None:
         # p ≥ min_p · p_max, in logarithms.
         floor = scaled.amax(dim=-1, keepdim=True) + batch.min_ps.to(device).log()[:, None]
@@ -188,5 +190,5 @@ def _with_logprobs(raw: Tensor, token_ids: Tensor, batch: SamplingBatch) -> Samp
     rows = torch.tensor(batch.logprob_rows, device=raw.device)
     logprobs = raw[rows].float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids[rows][:, None])
-    top = logprobs.topk(batch.num_top_logprobs, dim=-1)
+    top = logprobs.topk(min(batch.num_top_logprobs, logprobs.shape[-1]), dim=-1)
     return Sampled(token_ids, torch.cat([chosen, top.values], dim=1), top.indices)

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from headwater.engine.link import Link, NoPool
 from headwater.engine.params import FinishReason
 from headwater.errors import EngineError
 
@@ -49,16 +50,26 @@ class Scheduler:
     """Waiting and running requests over one page pool and one prefix cache."""
 
     def __init__(
-        self, pool: PagePool, prefix: PrefixCache, *, page_size: int, max_num_seqs: int, max_batched_tokens: int
+        self,
+        pool: PagePool,
+        prefix: PrefixCache,
+        *,
+        page_size: int,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        link: Link | None = None,
     ) -> None:
         self._pool = pool
         self._prefix = prefix
         self._page_size = page_size
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
+        self._link: Link = link or NoPool()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        """Ordered by arrival."""
+        """Ordered by arrival; some of them may wait for their KV from the pool."""
+        self.abandoned: list[Request] = []
+        """Over, but the pool may still write into their pages."""
         self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
@@ -75,7 +86,8 @@ class Scheduler:
         budget = self._max_batched_tokens
         chunks: list[Chunk] = []
         num_preemptions = self.num_preemptions
-        pending = deque(sorted((r for r in self.running if r.wants_more), key=lambda r: r.num_uncomputed > 1))
+        ready = (r for r in self.running if r.wants_more and not r.is_loading)
+        pending = deque(sorted(ready, key=lambda r: r.num_uncomputed > 1))
         while pending and budget:
             request = pending.popleft()
             count = min(request.num_uncomputed, budget)
@@ -84,6 +96,8 @@ class Scheduler:
                 chunks.append(_chunk(request, count))
         # Whoever was just preempted would come straight back and take the pages away again.
         while budget and self.num_preemptions == num_preemptions and (newcomer := self._admit()):
+            if newcomer.is_loading:
+                continue
             count = min(newcomer.num_uncomputed, budget)
             budget -= count
             chunks.append(_chunk(newcomer, count))
@@ -104,6 +118,17 @@ class Scheduler:
                 index += 1
             if num_tokens > 1 or request.num_computed <= request.num_prompt:
                 self._share(request)
+            self._link.save(request, ends=False)
+
+    def loaded(self, request: Request, num_tokens: int) -> None:
+        """The pool is done with the request's pages: the KV of its first `num_tokens` tokens is there."""
+        request.is_loading = False
+        if request.finish_reason is not None:
+            self.abandoned.remove(request)
+            self._release(request)
+            self._link.forget(request)
+            return
+        self._took_from_pool(request, min(num_tokens, len(request.tokens) - 1))
 
     def landed(self, request: Request, token: int) -> None:
         """The token in flight has reached the host."""
@@ -115,11 +140,16 @@ class Scheduler:
         if request.finish_reason is not None:
             return
         request.finish_reason = reason
-        self._release(request)
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        if request.is_loading:
+            self.abandoned.append(request)
+            self._link.cancel(request)
+        else:
+            self._release(request)
+            self._link.forget(request)
 
     def check_integrity(self) -> None:
         """Verify that every page has the owner that requests and cache say it has. Raises EngineError."""
@@ -131,7 +161,7 @@ class Scheduler:
         if [r.arrival for r in self.running] != sorted(r.arrival for r in self.running):
             raise EngineError("running requests are out of order")
         num_owned = 0
-        for request in self.running:
+        for request in (*self.running, *self.abandoned):
             shared = request.handle.num_tokens // self._page_size if request.handle else 0
             if request.handle and request.handle.pages != request.pages[:shared]:
                 raise EngineError(f"request {request.id} points at other pages than those it pins")
@@ -170,11 +200,15 @@ class Scheduler:
         request.num_computed = handle.num_tokens
         if not self._allocate(request, missing):
             self._release(request)
-            if not self.running:
+            if self._is_idle:
                 raise EngineError(f"request {request.id} needs {missing} pages and an idle engine has none for it")
             return None
-        if request.num_cached is None:
-            request.num_cached = handle.num_tokens
+        is_first = request.num_cached is None
+        request.is_loading = self._link.start_load(request, len(handle.pages))
+        if is_first:
+            request.num_cached = request.num_computed
+        if request.num_computed > handle.num_tokens:
+            self._share(request)
         self.waiting.popleft()
         # A request that was preempted comes back into its old place.
         at = len(self.running)
@@ -183,10 +217,23 @@ class Scheduler:
         self.running.insert(at, request)
         return request
 
+    def _took_from_pool(self, request: Request, num_tokens: int) -> None:
+        if num_tokens <= request.num_computed:
+            return
+        if request.num_outputs == 0 and request.num_computed == (request.num_cached or 0):
+            request.num_cached = num_tokens
+        request.num_computed = num_tokens
+        self._share(request)
+
     def _has_room(self, num_pages: int) -> bool:
         """Whether a newcomer may have that many pages: one for each running request stays, or it would be preempted
         again at once. An idle engine has room for every request."""
-        return not self.running or num_pages + len(self.running) <= self._pool.num_free + self._prefix.num_evictable
+        free = self._pool.num_free + self._prefix.num_evictable
+        return self._is_idle or num_pages + len(self.running) <= free
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self.running and not self.abandoned
 
     def _make_room(self, request: Request, num_tokens: int, pending: deque[Request]) -> bool:
         """Give `request` pages for `num_tokens`, preempting the youngest of it and `pending` until there are enough."""
@@ -238,6 +285,7 @@ class Scheduler:
         if request.handle is None:
             return
         self._share(request)
+        self._link.save(request, ends=True)
         shared = request.handle.num_tokens // self._page_size
         self._prefix.unlock(request.handle)
         if own := request.pages[shared:]:

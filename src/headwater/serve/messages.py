@@ -116,6 +116,11 @@ class Stats(_Message, frozen=True):
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    pool_loaded_bytes: int = 0
+    pool_saved_bytes: int = 0
+    pool_load_seconds: float = 0.0
+    pool_dropped_chunks: int = 0
+    pool_damaged_chunks: int = 0
     num_steps: int = 0
 
 

@@ -169,6 +169,15 @@ class ServerMetrics:
             ("prefix_cache_queried_tokens_total", "Prompt tokens looked up.", lambda s: s.num_prompt_tokens),
             ("prefix_cache_hit_tokens_total", "Prompt tokens found.", lambda s: s.num_cached_tokens),
             ("engine_steps_total", "Steps of the engine.", lambda s: s.num_steps),
+            ("pool_loaded_bytes_total", "KV brought from the pool, by rank 0.", lambda s: s.pool_loaded_bytes),
+            ("pool_saved_bytes_total", "KV stored in the pool, by rank 0.", lambda s: s.pool_saved_bytes),
+            ("pool_load_seconds_total", "Time that loads took.", lambda s: s.pool_load_seconds),
+            (
+                "pool_dropped_chunks_total",
+                "Chunks not saved, for lack of room.",
+                lambda s: s.pool_dropped_chunks,
+            ),
+            ("pool_damaged_chunks_total", "Chunks that did not verify.", lambda s: s.pool_damaged_chunks),
         ]
         for kind, rows in (("gauge", gauges), ("counter", counters)):
             for name, help_text, read in rows:

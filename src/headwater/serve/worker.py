@@ -174,6 +174,11 @@ def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) ->
             num_cached_tokens=now.num_cached_tokens,
             num_generated_tokens=now.num_generated_tokens,
             num_preemptions=now.num_preemptions,
+            pool_loaded_bytes=now.pool.loaded_bytes,
+            pool_saved_bytes=now.pool.saved_bytes,
+            pool_load_seconds=now.pool.load_seconds,
+            pool_dropped_chunks=now.pool.num_dropped,
+            pool_damaged_chunks=now.pool.num_damaged,
             num_steps=now.num_steps,
         )
 

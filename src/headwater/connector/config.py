@@ -1,0 +1,58 @@
+"""How an engine uses the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headwater.errors import EngineConfigError
+
+ROLES = ("both", "producer", "consumer")
+LOAD_MODES = ("async", "blocking")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorConfig:
+    """Which pool, and what to do with it. Raises EngineConfigError for what cannot be."""
+
+    pool: str
+    """A pool URL, say shm:///headwater?capacity=8GiB."""
+    role: str = "both"
+    """"producer" only saves, "consumer" only loads (see the two options below), "both" does both."""
+    consumer_is_to_put: bool = False
+    """Let a consumer save as well: what it decodes is then there for the next turn."""
+    consumer_is_to_load: bool = True
+    """Let a consumer load; off, it only looks (for measuring)."""
+    save_decoded: bool = True
+    """Save what was generated, too, and not only prompts."""
+    load_mode: str = "async"
+    """"async": a request waits outside the batch until its KV is there; "blocking": the whole engine waits for it."""
+    min_load_tokens: int = 32
+    """Fewer tokens than this are computed faster than fetched."""
+    load_deadline_s: float = 5.0
+    """For one request's KV; what is not there by then is computed."""
+    save_deadline_s: float = 2.0
+    staging_bytes: int = 256 << 20
+    """Memory between the engine and the pool, per rank and direction. When it is full, saves are dropped."""
+
+    def __post_init__(self) -> None:
+        _one_of("role", self.role, ROLES)
+        _one_of("load_mode", self.load_mode, LOAD_MODES)
+        if self.min_load_tokens < 1 or self.staging_bytes < 1:
+            raise EngineConfigError("min_load_tokens and staging_bytes must be at least 1")
+        if self.load_deadline_s <= 0 or self.save_deadline_s <= 0:
+            raise EngineConfigError("deadlines must be above 0 s")
+
+    @property
+    def saves(self) -> bool:
+        """Whether this engine writes to the pool."""
+        return self.role != "consumer" or self.consumer_is_to_put
+
+    @property
+    def loads(self) -> bool:
+        """Whether this engine reads from the pool."""
+        return self.role == "both" or (self.role == "consumer" and self.consumer_is_to_load)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise EngineConfigError(f"{name} is {value!r}; expected one of {', '.join(known)}")

@@ -1,0 +1,122 @@
+"""The scheduler half: what the pool has for a request, and what of a request the pool should have. Knows no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater.connector.config import ConnectorConfig
+from headwater.connector.jobs import Job
+from headwater.kv.hashing import ChunkKeys, ChunkRef
+from headwater.pool.space import Match, Space
+
+
+class _Known:
+    """What is remembered of one request."""
+
+    __slots__ = ("job", "keys", "match", "num_saved")
+
+    def __init__(self, keys: ChunkKeys) -> None:
+        self.keys = keys
+        self.match: Match | None = None
+        self.job: Job | None = None
+        """The load under way."""
+        self.num_saved = 0
+        """Tokens, from the first on, that are in the pool or on their way there."""
+
+
+class SchedulerHalf:
+    """One engine's view of one space. Not thread-safe: the scheduler's thread calls it."""
+
+    def __init__(self, space: Space, config: ConnectorConfig) -> None:
+        self._space = space
+        self._config = config
+        self._known: dict[str, _Known] = {}
+
+    def num_matched(self, request_id: str, tokens: Sequence[int], max_tokens: int) -> int:
+        """How many of the first `max_tokens` tokens the pool has. No side effects; asked again, it looks again.
+
+        Cost: hashing what is new of the tokens, and a few microseconds a chunk.
+        """
+        if not self._config.loads:
+            return 0
+        known = self._know(request_id, tokens)
+        known.match = self._space.match(known.keys, max_tokens=max_tokens)
+        return known.match.num_tokens
+
+    def start_load(
+        self, request_id: str, num_local: int, block_ids: npt.NDArray[np.int32], num_shared: int, dummy_block: int
+    ) -> Job:
+        """The job that brings what was matched beyond the `num_local` tokens the engine has. Takes a lease.
+
+        The first `num_shared` blocks belong to others too and must not be written; what would go there goes to the
+        dummy block.
+        """
+        known = self._known[request_id]
+        assert known.match is not None, "start_load before num_matched"
+        self._space.lease(known.match, request_id)
+        wanted = tuple(c for c in known.match.chunks if c.first_token + c.num_tokens > num_local)
+        targets = block_ids.copy()
+        targets[:num_shared] = dummy_block
+        known.job = Job(request_id, wanted, targets)
+        return known.job
+
+    def finish_load(self, request_id: str, num_chunks: int) -> int:
+        """A load has ended on all ranks; returns how many tokens, from the first on, are there because of it."""
+        known = self._known.get(request_id)
+        if known is None or known.job is None:
+            return 0
+        job, known.job = known.job, None
+        self._space.release(request_id)
+        if not num_chunks:
+            return 0
+        last = job.chunks[num_chunks - 1]
+        known.num_saved = max(known.num_saved, last.first_token + last.num_tokens)
+        return last.first_token + last.num_tokens
+
+    def collect(
+        self, request_id: str, tokens: Sequence[int], num_prompt: int, block_ids: npt.NDArray[np.int32], *, ends: bool
+    ) -> Job | None:
+        """The job that saves the chunks which have become complete; at the `end` of a request also its tail.
+
+        `tokens` are those whose KV is in the blocks. What the pool has already is left out.
+        """
+        if not self._config.saves:
+            return None
+        num_tokens = len(tokens) if self._config.save_decoded else min(len(tokens), num_prompt)
+        size = self._space.chunk_tokens
+        if num_tokens < size and not ends:
+            return None
+        known = self._know(request_id, tokens)
+        limit = num_tokens if ends else num_tokens // size * size
+        if limit <= known.num_saved:
+            return None
+        chunks = self._chunks(known.keys, known.num_saved, limit)
+        known.num_saved = limit
+        missing = [chunk for chunk, there in zip(chunks, self._space.exists(chunks), strict=True) if not there]
+        # Children of what is missing are sent too: the pool takes chunks in order, parents before children.
+        chunks = chunks[chunks.index(missing[0]) :] if missing else []
+        return Job(request_id, tuple(chunks), block_ids.copy()) if chunks else None
+
+    def forget(self, request_id: str) -> None:
+        """The request is over. Idempotent."""
+        if self._known.pop(request_id, None) is not None:
+            self._space.release(request_id)
+
+    def _know(self, request_id: str, tokens: Sequence[int]) -> _Known:
+        known = self._known.get(request_id)
+        if known is None:
+            known = self._known[request_id] = _Known(self._space.keys())
+        if len(tokens) > known.keys.num_tokens:
+            known.keys.extend(tokens[known.keys.num_tokens :])
+        return known
+
+    def _chunks(self, keys: ChunkKeys, start: int, limit: int) -> list[ChunkRef]:
+        """The chunks that hold tokens `start` to `limit`: complete ones, and perhaps a tail."""
+        size = self._space.chunk_tokens
+        chunks = [keys.ref(number) for number in range(start // size, limit // size)]
+        if tail := limit % size:
+            chunks.append(keys.tail_ref(limit // size, tail))
+        return chunks

@@ -1,0 +1,81 @@
+"""The worker half: one rank's cache and the pool. Executes the scheduler half's jobs; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headwater.connector.config import ConnectorConfig
+from headwater.connector.jobs import Job, Loaded
+from headwater.kv.topology import Shard
+from headwater.pool.space import Space
+from headwater.stores.base import Status
+from headwater.transfer.loader import Loader
+from headwater.transfer.saver import Saver
+from headwater.transfer.view import PagedView
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What one rank moved."""
+
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+    load_seconds: float = 0.0
+    num_dropped: int = 0
+    """Chunks that were not saved, because staging was full or the pool failed."""
+    num_damaged: int = 0
+    """Chunks whose bytes did not verify; they were computed again."""
+
+
+class WorkerHalf:
+    """Loads and saves of one rank. `on_loaded` is called from the loader's thread."""
+
+    def __init__(
+        self,
+        space: Space,
+        view: PagedView,
+        shard: Shard,
+        config: ConnectorConfig,
+        on_loaded: Callable[[Loaded], None],
+    ) -> None:
+        self._saver = Saver(space, view, shard, staging_bytes=config.staging_bytes, deadline_s=config.save_deadline_s)
+        self._loader = Loader(
+            space,
+            view,
+            shard,
+            staging_bytes=config.staging_bytes,
+            deadline_s=config.load_deadline_s,
+            on_done=lambda name, count: on_loaded(Loaded(name, count)),
+        )
+
+    def save(self, job: Job) -> None:
+        """Take the job's KV out of the cache now and store it in the background."""
+        self._saver.save(job.chunks, job.block_ids)
+
+    def load(self, job: Job) -> None:
+        """Bring the job's KV into its blocks in the background."""
+        self._loader.load(job.request_id, job.chunks, job.block_ids)
+
+    def cancel(self, request_id: str) -> None:
+        """The request is gone: stop its load if it has not ended."""
+        self._loader.cancel(request_id)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until all saves so far are stored or given up."""
+        return self._saver.drain(timeout_s)
+
+    def stats(self) -> TransferStats:
+        """Counts since the start."""
+        return TransferStats(
+            loaded_bytes=self._loader.num_bytes,
+            saved_bytes=self._saver.num_bytes,
+            load_seconds=self._loader.seconds,
+            num_dropped=self._saver.num_dropped,
+            num_damaged=self._loader.statuses[Status.DAMAGED],
+        )
+
+    def close(self) -> None:
+        """Drain saves for a moment, then stop both threads. Idempotent."""
+        self._saver.close()
+        self._loader.close()
