@@ -32,6 +32,8 @@ NUM_PAGES = 1000
 class ByteTokenizer:
     """Bytes are tokens."""
 
+    eos_token_ids = (EOS,)
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 

@@ -242,9 +242,13 @@ def test_models_and_health(server: Server) -> None:
         ("/v1/chat/completions", json.dumps(chat_body("x", n="two")).encode(), 400, "n", None),
         ("/v1/chat/completions", json.dumps(chat_body("x", model="no")).encode(), 404, "model", "model_not_found"),
         ("/v1/chat/completions", json.dumps(chat_body("x", n=9)).encode(), 400, "n", None),
-        ("/v1/chat/completions", b'{"messages":[{"role":"king","content":"x"}]}', 400, "messages", None),
+        ("/v1/chat/completions", b'{"messages":[{"role":"king","content":"x"}]}', 400, "messages[0].role", None),
+        ("/v1/chat/completions", b'{"messages":[{"role":"tool","content":"x"}]}', 400, "messages", None),
         ("/v1/completions", b'{"prompt":""}', 400, "prompt", None),
         ("/v1/completions", b'{"prompt":[299,300]}', 400, "prompt", None),
+        ("/v1/completions", json.dumps({"prompt": [[1]] * 9}).encode(), 400, "prompt", None),
+        ("/v1/completions", json.dumps({"prompt": "x", "max_tokens": 2**70}).encode(), 400, "max_tokens", None),
+        ("/v1/completions", json.dumps({"prompt": [2**70]}).encode(), 400, "prompt", None),
         ("/v1/completions", b'{"prompt":"refuse"}', 400, "prompt", "refused"),
         ("/v1/completions", b'{"prompt":"refuse","stream":true}', 400, "prompt", "refused"),
         ("/v1/completions", json.dumps({"prompt": "x" * 20_000}).encode(), 400, "prompt", "context_length_exceeded"),
@@ -315,6 +319,19 @@ def test_a_client_that_leaves_in_its_own_body_does_no_harm(server: Server) -> No
         with socket.create_connection((host, int(port))) as sock:
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
     assert server.chat("say:hi").status_code == 200
+
+
+def test_a_client_that_does_not_read_takes_no_room_once_its_sequences_are_done(server: Server) -> None:
+    """Eight sequences are all that the server takes; their answer of some 14 MB fills the kernel's buffers."""
+    host, port = server.url.removeprefix("http://").split(":")
+    fields = {"prompt": "count", "n": 8, "max_tokens": 1300, "stream": True, "logprobs": 20}
+    body = json.dumps(fields).encode()
+    with socket.create_connection((host, int(port))) as sock:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        sock.sendall(head.encode() + body)
+        wait_until(lambda: server.metric("requests_running") > 0)
+        wait_until(lambda: server.metric("requests_running") == 0)
+        assert server.chat("say:room", n=8).status_code == 200
 
 
 def test_a_client_that_does_not_read_holds_nobody_up_and_is_cut_off(server: Server) -> None:
@@ -418,6 +435,25 @@ def test_a_signal_during_start_leaves_nothing_behind(number: signal.Signals, cod
         process.kill()
         process.wait()
     wait_until(lambda: not is_alive(engine))
+
+
+def test_a_port_is_taken_while_the_model_is_still_loading(mortal: Callable[..., Server]) -> None:
+    path = os.pathsep.join([str(ROOT / "src"), str(Path(__file__).parent)])
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    options = json.dumps({"port": port, "model": "hangs"})
+    command = [sys.executable, fake_engine.__file__, "serve", options]
+    loading = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.DEVNULL)
+    try:
+        children = Path(f"/proc/{loading.pid}/task/{loading.pid}/children")
+        wait_until(lambda: children.read_text() != "")
+        second = mortal(port=port)
+        assert second.wait_exit() == 1
+        assert second.process.stderr is not None
+        assert f"cannot listen on 127.0.0.1 port {port}" in second.process.stderr.read()
+    finally:
+        loading.terminate()
+        assert loading.wait(TIMEOUT_S) == 0
 
 
 def test_a_busy_port_is_heard_of_before_the_engine_starts(server: Server, mortal: Callable[..., Server]) -> None:

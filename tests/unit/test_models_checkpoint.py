@@ -65,7 +65,19 @@ def test_stored_dtypes_are_converted(tiny: Path, stored: Any) -> None:
     assert torch.equal(model.layers[1].mlp.down.weight, held["model.layers.1.mlp.down_proj.weight"].float())
 
 
-@pytest.mark.parametrize("place", ["../other.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", 7, ".."])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "../other.safetensors",
+        "/etc/passwd",
+        "sub/a.safetensors",
+        "a.bin",
+        7,
+        "..",
+        "x\0.safetensors",
+        "\ud800.safetensors",
+    ],
+)
 def test_an_index_cannot_lead_elsewhere(tiny: Path, place: Any) -> None:
     shard(tiny, {"model.norm.weight": place})
     with pytest.raises(ModelError, match=r"model\.norm\.weight in .*; expected a \*\.safetensors file beside it"):

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headwater.errors import ModelError
+from headwater.errors import MemoryBudgetError, ModelError
 from headwater.models.config import ModelConfig
 from headwater.models.config_gguf import config_from_gguf
 from headwater.models.config_hf import config_from_hf
@@ -96,6 +96,11 @@ def test_rope_tables_are_those_of_transformers(rope: dict[str, Any]) -> None:
     torch.testing.assert_close(old.rope.table(50), expected, rtol=0, atol=1e-5)
 
 
+def test_a_rope_table_that_fits_nowhere_is_a_memory_error_with_its_size() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"no memory on cpu for a tensor of 4,194,304\.0 GiB"):
+        RopeConfig(dim=1 << 20, theta=1e4).table(1 << 30)
+
+
 def test_the_old_name_of_the_rope_type() -> None:
     assert config_from_hf(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope.kind == "linear"
 
@@ -134,6 +139,10 @@ def test_families_differ_where_they_should() -> None:
         ({"head_dim": 7}, "even number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"architectures": 5}, "architectures is 5; expected LlamaForCausalLM"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
         ({"eos_token_id": "2"}, "eos_token_id is '2'"),
         ({"eos_token_id": 5000}, "outside the vocabulary of 1000"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),

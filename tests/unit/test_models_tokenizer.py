@@ -1,12 +1,15 @@
 """Streaming detokenisation: whatever tokens come, the pieces join to the text of all of them."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.models.tokenizer import REPLACEMENT, StreamDecoder
+from headwater.errors import RequestError
+from headwater.models.tokenizer import REPLACEMENT, StreamDecoder, Tokenizer
 
 SPECIAL = 1000
 
@@ -73,3 +76,53 @@ def test_the_window_stays_small(text: bytes) -> None:
         decoder.push([0])
     assert max(tokenizer.calls) <= 2 * StreamDecoder.MAX_PENDING + 2
     assert len(tokenizer.calls) < 500 * 4
+
+
+class Backend:
+    """What `Tokenizer` uses of `transformers`, around a vocabulary and a template that fails."""
+
+    eos_token_id = 2
+    chat_template = "{{ 1 / 0 }}"
+
+    def __init__(self, vocab: dict[str, int], error: Exception | None = None) -> None:
+        self._texts = {token_id: text for text, token_id in vocab.items()}
+        self._vocab = vocab
+        self._error = error
+
+    def __len__(self) -> int:
+        return len(self._vocab)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._vocab
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        return "".join(self._texts.get(token_id, "") for token_id in token_ids)
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> str:
+        assert self._error is not None
+        raise self._error
+
+
+def make_tokenizer(backend: Backend) -> Tokenizer:
+    config: Any = SimpleNamespace(eos_token_ids=(5,))
+    return Tokenizer(backend, config, "test")
+
+
+def test_ids_beyond_a_gap_in_the_vocabulary_have_their_text() -> None:
+    tokenizer = make_tokenizer(Backend({"a": 0, "b": 1, "c": 100}))
+    assert tokenizer.decode([0, 100, 50, 101]) == "ac"
+    assert tokenizer.vocab_size == 101
+    assert make_tokenizer(Backend({})).vocab_size == 0
+
+
+def test_end_ids_are_those_of_config_and_tokenizer() -> None:
+    assert make_tokenizer(Backend({"a": 0})).eos_token_ids == (2, 5)
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("division by zero"), RecursionError(), IndexError("none"), OSError()]
+)
+def test_a_template_that_fails_is_the_request_s_error(error: Exception) -> None:
+    with pytest.raises(RequestError, match=str(error) or type(error).__name__) as caught:
+        make_tokenizer(Backend({"a": 0}, error)).apply_chat_template([{"role": "user", "content": "x"}])
+    assert caught.value.param == "messages"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from headwater.serve.output import Delta, StopStrings, TextOutput
+from headwater.serve.output import Delta, LogprobEntry, StopStrings, TextOutput, stopping_at
+from headwater.serve.replies import LEAST_LOGPROB, ChatReply, Choice, CompletionReply, Reply, Usage
 
 EOS = 1000
 letters = st.text("ab", max_size=12)
@@ -127,6 +130,30 @@ def test_what_the_decoder_still_held_is_looked_through_for_stop_strings() -> Non
     output = TextOutput(PieceDecoder(["a"], tail="bc"), SamplingParams(stop=("ab",)), [EOS])
     (delta,) = run(output, ["a"])
     assert delta == Delta("", [], FinishReason.STOP)
+
+
+def test_end_ids_that_only_the_tokenizer_names_end_the_text_but_not_with_ignore_eos() -> None:
+    params = stopping_at(SamplingParams(stop_token_ids=(7,)), [1, 7])
+    assert params.stop_token_ids == (7, 1)
+    output = TextOutput(PieceDecoder(["hi", "<end>"]), params, [EOS])
+    assert "".join(delta.text for delta in run(output, ["hi", "<end>"], last=FinishReason.STOP)) == "hi"
+    ignoring = SamplingParams(ignore_eos=True)
+    assert stopping_at(ignoring, [1]) == ignoring
+
+
+@pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
+def test_json_never_holds_what_is_no_number(kind: type[Reply]) -> None:
+    odd = [TokenLogprobs(1, value, [(2, value)]) for value in (-math.inf, math.nan, math.inf, -1e30, -0.5)]
+    choice = Choice(["x"], [LogprobEntry(entry, 0) for entry in odd], FinishReason.STOP)
+    body = kind("m", str, with_logprobs=True, include_usage=False).whole([choice], Usage(1, 0, 1))
+
+    def numbers(value: object) -> list[float]:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+        return [value] if isinstance(value, float) else [number for item in inner for number in numbers(item)]
+
+    found = numbers(body)
+    assert set(found) == {LEAST_LOGPROB, -0.5}
+    json.dumps(body, allow_nan=False)
 
 
 def test_feeding_after_the_end_is_a_bug() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 from typing import Any
 
@@ -16,7 +18,7 @@ from headwater.engine.config import EngineConfig
 from headwater.errors import EngineConfigError, EngineDeadError, RequestError
 from headwater.serve.config import ServerConfig
 from headwater.serve.errors import error_reply
-from headwater.serve.openai import UNSUPPORTED, parse_chat, parse_completion
+from headwater.serve.openai import UNSUPPORTED, Limits, parse_chat, parse_completion
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -117,6 +119,15 @@ def test_prompts_of_no_kind(prompt: Any) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"messages": []}, "messages"),
+        ({"messages": HELLO * 4097}, "messages"),
+        ({"messages": [{"role": "x" * 9_000_000, "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"max_tokens": 2**70}, "max_tokens"),
+        ({"min_tokens": 2**70}, "min_tokens"),
+        ({"top_k": 2**70}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+        ({"stop_token_ids": [2**70]}, "stop_token_ids"),
+        ({"seed": 2**70}, "seed"),
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
@@ -125,13 +136,15 @@ def test_prompts_of_no_kind(prompt: Any) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str | None) -> None:
     with pytest.raises(RequestError) as caught:
         chat(**fields)
     assert caught.value.param == param
-    assert error_reply(caught.value).status == 400
+    reply = error_reply(caught.value)
+    assert reply.status == 400
+    assert len(reply.body) < 500, "an error is not as long as what was wrong"
 
 
 def test_harmless_values_of_unsupported_fields_and_unknown_fields_pass() -> None:
@@ -146,11 +159,34 @@ def test_echo_is_refused() -> None:
         completion(echo=True)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'{"messages": "\xff"}', b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'{"model": "\xff"}', b"[" * 100_000])
 def test_bodies_that_are_no_json_object(body: bytes) -> None:
     for parse in (parse_chat, parse_completion):
         with pytest.raises(RequestError, match=r"JSON|body"):
             parse(body)
+
+
+@pytest.mark.parametrize("items", ['"prompt":[%s]', '"prompt":"x","user":[%s]', '"prompt":"x","tools":[%s]'])
+def test_millions_of_little_lists_do_not_occupy_the_garbage_collector(items: str) -> None:
+    num_collections = sum(stats["collections"] for stats in gc.get_stats())
+    with contextlib.suppress(RequestError):
+        parse_completion(f"{{{items % ('[1],' * 100_000 + '[1]')}}}".encode(), Limits(max_prompts=10))
+    assert sum(stats["collections"] for stats in gc.get_stats()) - num_collections < 5
+
+
+def test_too_many_prompts_or_ids_are_refused_before_they_are_looked_at() -> None:
+    limits = Limits(max_prompts=2, max_model_len=4)
+    for prompt, text in (
+        ([1, -1, "x", 4], "the prompt is 4 tokens"),
+        ([[1], [1, -1, 3, 4]], "the prompt is 4 tokens"),
+        (["a", "b", -1], "the call has 3 prompts"),
+        ([[1], [2], [[]]], "the call has 3 prompts"),
+    ):
+        with pytest.raises(RequestError, match=text) as caught:
+            parse_completion(json.dumps({"prompt": prompt}).encode(), limits)
+        assert caught.value.param == "prompt"
+    assert parse_completion(b'{"prompt": [1, 2, 3]}', limits).prompts == [[1, 2, 3]]
+    assert parse_completion(b'{"prompt": ["a", "b"]}', limits).prompts == ["a", "b"]
 
 
 json_values = st.recursive(

@@ -81,7 +81,7 @@ def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) 
 
 def _refuse_what_cannot_run(fields: Fields, family: Family) -> None:
     architectures = fields.values.get("architectures")
-    if architectures and family.architecture not in architectures:
+    if architectures and (not isinstance(architectures, list) or family.architecture not in architectures):
         raise fields.wrong("architectures", f"{family.architecture}: this engine runs language models only")
     if "quantization_config" in fields:
         raise ModelError(

@@ -5,7 +5,6 @@ the file and the field. It knows nothing of models.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ class Fields:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(name, "a number")
-        if not (math.isfinite(value) and least <= value <= most):
+        if not least <= value <= most:  # nor is NaN, and an integer too large for a float can be compared
             raise self.wrong(name, f"a number from {least:g} to {most:g}")
         return float(value)
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - the name that torch's own docume
 from torch import Tensor
 
 from headwater.kernels.norm import add_rms_norm, rms_norm
+from headwater.models.memory import empty
 from headwater.models.parallel import TensorParallel
 from headwater.models.weights import Target
 
@@ -32,17 +33,17 @@ class Placement:
 
     def vector(self, length: int) -> Tensor:
         """An uninitialised parameter of one dimension."""
-        return torch.empty(length, dtype=self.dtype, device=self.device)
+        return empty(length, dtype=self.dtype, device=self.device)
 
     def matrix(self, rows: int, columns: int) -> Tensor:
         """An uninitialised [rows, columns] parameter for `linear`, in the order that its device likes."""
         if self.device.type == "cpu":
-            return torch.empty(columns, rows, dtype=self.dtype, device=self.device).t()
-        return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+            return empty(columns, rows, dtype=self.dtype, device=self.device).t()
+        return empty(rows, columns, dtype=self.dtype, device=self.device)
 
     def table(self, rows: int, columns: int) -> Tensor:
         """An uninitialised [rows, columns] parameter whose rows are looked up."""
-        return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+        return empty(rows, columns, dtype=self.dtype, device=self.device)
 
 
 class Rows(NamedTuple):

@@ -72,14 +72,16 @@ class RopeConfig:
     def table(self, max_len: int, device: torch.device | str = "cpu") -> Tensor:
         """float32 [max_len, dim]: cosines of the dim / 2 angles of a position, then their sines.
 
-        Raises ModelError where `check_length` does. Costs max_len * dim * 4 bytes.
+        Raises ModelError where `check_length` does, and MemoryBudgetError. Costs max_len * dim * 4 bytes.
         """
         import torch
 
+        from headwater.models.memory import empty
+
         self.check_length(max_len)
         # Made on the CPU: cosines of large angles differ between devices, and KV should not.
+        table = empty(max_len, self.dim, dtype=torch.float32, device="cpu")
         positions = torch.arange(max_len, dtype=torch.float32)
-        table = torch.empty(max_len, self.dim)
         cos, sin = table[:, : self.dim // 2], table[:, self.dim // 2 :]
         torch.outer(positions, self.inverse_frequencies(), out=cos)
         torch.sin(cos, out=sin)

@@ -25,8 +25,8 @@ class Tokenizer:
         own = backend.eos_token_id
         self.eos_token_ids: tuple[int, ...] = tuple(sorted({*config.eos_token_ids, *([] if own is None else [own])}))
         """Of the checkpoint's configs and of the tokenizer itself."""
-        self.vocab_size: int = len(backend)
-        """Tokens that have a text; the model's own vocabulary may be padded beyond them."""
+        self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1
+        """The largest id that has a text, plus one; the model's own vocabulary may be padded beyond it."""
 
     @property
     def backend(self) -> Any:
@@ -65,8 +65,6 @@ class Tokenizer:
                 f"{self._label} has no chat template, so it cannot be used for chat; use completions, or a checkpoint "
                 "of an instruction-tuned model"
             )
-        from jinja2.exceptions import TemplateError
-
         try:
             rendered = self._backend.apply_chat_template(
                 [dict(message) for message in messages],
@@ -74,10 +72,10 @@ class Tokenizer:
                 tokenize=False,
                 **options,
             )
-        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
-            raise RequestError(
-                f"the chat template does not accept these messages: {error}", param="messages"
-            ) from error
+        except Exception as error:  # a template is a program of the checkpoint's, and raises what programs raise
+            reason = str(error) or type(error).__name__
+            text = f"the chat template does not accept these messages: {reason}"
+            raise RequestError(text, param="messages") from error
         # The template writes the special tokens itself.
         return self.encode(rendered, add_special=False)
 

@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,13 @@ from headwater.errors import EngineDeadError, HeadwaterError, RequestError
 from headwater.serve.errors import error_reply
 from headwater.serve.generation import Generation, Generator
 from headwater.serve.metrics import CONTENT_TYPE, ServerMetrics
-from headwater.serve.openai import Call, parse_chat, parse_completion
+from headwater.serve.openai import LARGE_BODY_BYTES, Call, Limits, parse_chat, parse_completion, shown
 from headwater.serve.replies import ChatReply, Choice, CompletionReply, Reply
 
 BODY_TIMEOUT_S = 60.0
+SEND_TIMEOUT_S = 30.0
+SEND_BYTES = 1 << 16
+"""A client that does not read this much in that time is given up."""
 OPEN_PATHS = frozenset({"/health"})
 """What needs no API key: a load balancer asks without one."""
 SSE_HEADERS = [
@@ -87,11 +90,11 @@ class _Server:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        return self._answer(parse_chat(await self._body(request)), ChatReply)
+        return self._answer(await self._call(request, parse_chat), ChatReply)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        return self._answer(parse_completion(await self._body(request)), CompletionReply)
+        return self._answer(await self._call(request, parse_completion), CompletionReply)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -103,7 +106,7 @@ class _Server:
         return _json(self._card())
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine lives, 503 when it is gone. (Before it is ready nothing listens.)"""
+        """200 while the engine lives, 503 when it is gone. (Before it is ready, connections wait.)"""
         if self._generator.client.death is not None:
             raise self._generator.client.death
         return _json({"status": "ok"})
@@ -122,6 +125,12 @@ class _Server:
         )
         return (StreamedAnswer if call.stream else WholeAnswer)(self._generator, call, reply)
 
+    async def _call(self, request: Request, parse: Callable[[bytes, Limits], Call]) -> Call:
+        body = await self._body(request)
+        if len(body) > LARGE_BODY_BYTES:
+            return await asyncio.to_thread(parse, body, self._generator.limits)
+        return parse(body, self._generator.limits)
+
     async def _body(self, request: Request) -> bytes:
         limit = self._config.max_body_bytes
         body = bytearray()
@@ -139,7 +148,7 @@ class _Server:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._config.served_model_name:
-            text = f"there is no model {name!r} here; this server has {self._config.served_model_name!r}"
+            text = f"there is no model {shown(name)} here; this server has {self._config.served_model_name!r}"
             raise RequestError(text, param="model", code="model_not_found")
 
     def _card(self) -> dict[str, Any]:
@@ -162,7 +171,11 @@ class _Answer(Response):
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(receive, self._run(scope, receive, send))
+        try:
+            await until_disconnect(receive, self._run(scope, receive, impatient(send)))
+        except ClientStalledError as error:
+            # Nothing can be said to it. The response stays incomplete, and the connection is closed for that.
+            log.warning("%s: %s", scope["path"], error)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         with await self._generator.begin(self._call) as generation:
@@ -192,7 +205,7 @@ class StreamedAnswer(_Answer):
         try:
             await super()._run(scope, receive, send)
         except Exception as error:
-            if not self._started:
+            if not self._started or isinstance(error, ClientStalledError):
                 raise
             if not isinstance(error, HeadwaterError):
                 log.exception("a stream failed")
@@ -215,6 +228,33 @@ class StreamedAnswer(_Answer):
             deltas = await generation.next()
         last = _event(self._reply.closing(generation.usage)) + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+class ClientStalledError(Exception):
+    """The client does not read its answer."""
+
+
+def impatient(send: Send) -> Send:
+    """`send`, cutting bodies in pieces of SEND_BYTES. Raises ClientStalledError if one takes longer than
+    SEND_TIMEOUT_S: the server waits there until the client has read what came before."""
+
+    async def one(message: Message) -> None:
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(message)
+        except TimeoutError:
+            raise ClientStalledError(f"the client read nothing for {SEND_TIMEOUT_S:g} s; it is given up") from None
+
+    async def in_pieces(message: Message) -> None:
+        body = memoryview(message.get("body", b""))
+        start = 0
+        while len(body) - start > SEND_BYTES:
+            piece = bytes(body[start : start + SEND_BYTES])
+            await one({"type": message["type"], "body": piece, "more_body": True})
+            start += SEND_BYTES
+        await one({**message, "body": bytes(body[start:])} if start else message)
+
+    return in_pieces
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -189,10 +189,10 @@ class EngineClient:
         self._num_requests += len(jobs)
         request_ids = [str(number) for number in range(first, self._num_requests)]
         flight = Flight(self, request_ids)
-        for request_id, job in zip(request_ids, jobs, strict=True):
-            self._flights[request_id] = flight
-            self._connection.send(Submit(request_id, job.prompt, job.params))
+        self._flights |= dict.fromkeys(request_ids, flight)
         try:
+            for request_id, job in zip(request_ids, jobs, strict=True):
+                self._connection.send(Submit(request_id, job.prompt, job.params))
             await self._connection.drain()
         except BaseException:
             flight.close()

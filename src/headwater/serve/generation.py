@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
@@ -12,17 +13,16 @@ from headwater.errors import HeadwaterError, ModelError, RequestError
 from headwater.models.tokenizer import StreamDecoder
 from headwater.serve.client import Arrival, EngineClient, Flight, Job
 from headwater.serve.metrics import ServerMetrics
-from headwater.serve.openai import Call
-from headwater.serve.output import Delta, TextOutput
+from headwater.serve.openai import LARGE_BODY_BYTES, Call, Limits, too_long
+from headwater.serve.output import Delta, TextOutput, stopping_at
 from headwater.serve.replies import Usage
-
-LONG_TEXT_CHARS = 4096
-"""Texts longer than this are tokenised in a thread: they would keep the event loop for milliseconds."""
 
 
 class Tokenizer(Protocol):
     """What the server needs of `headwater.models.tokenizer.Tokenizer`. Calls may come from several threads at once."""
 
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str: ...
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
@@ -37,7 +37,11 @@ class ChoiceDelta(NamedTuple):
 
 
 class Generator:
-    """Takes calls to one engine. At most `max_sequences` are admitted at a time; more are refused at once."""
+    """Takes calls to one engine. At most `max_sequences` are with it at a time; more are refused at once.
+
+    A sequence counts until it leaves the engine, not until somebody has read its text: a client that does not read
+    takes no room from others.
+    """
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics, *, max_sequences: int
@@ -46,7 +50,17 @@ class Generator:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self._max_sequences = max_sequences
-        self._num_admitted = 0
+        self._num_preparing = 0
+        """Sequences of calls that are being tokenised."""
+        ready = client.ready
+        # The engine stops at the ids of the checkpoint's configs; some checkpoints name one in the tokenizer alone.
+        own = set(tokenizer.eos_token_ids) - set(ready.eos_token_ids)
+        self._end_ids = sorted(token_id for token_id in own if token_id < ready.vocab_size)
+
+    @property
+    def limits(self) -> Limits:
+        """What of a call can be refused before it is looked at closely."""
+        return Limits(self._max_sequences, self.client.ready.max_model_len)
 
     async def begin(self, call: Call) -> Generation:
         """Tokenise and send to the engine. Raises RequestError for what the engine or this server cannot take now."""
@@ -54,30 +68,28 @@ class Generator:
         self._admit(call.num_sequences)
         try:
             prompts = await self._tokenise(call)
-            jobs = [Job(prompt, call.params_of(choice)) for prompt in prompts for choice in range(call.num_choices)]
-            flight = await self.client.submit(jobs)
-        except BaseException:
-            self.release(call.num_sequences)
-            raise
-        return Generation(self, call, flight, arrival_s)
-
-    def release(self, num_sequences: int) -> None:
-        """Make room for others."""
-        self._num_admitted -= num_sequences
+        finally:
+            # The client counts them from here on: `submit` registers them before it waits for anything.
+            self._num_preparing -= call.num_sequences
+        call = replace(call, params=stopping_at(call.params, self._end_ids))
+        jobs = [Job(prompt, call.params_of(choice)) for prompt in prompts for choice in range(call.num_choices)]
+        return Generation(self, call, await self.client.submit(jobs), arrival_s)
 
     def _admit(self, num_sequences: int) -> None:
         if num_sequences > self._max_sequences:
             text = f"the call asks for {num_sequences} sequences; this server takes {self._max_sequences} at a time"
             raise RequestError(text, param="n")
-        if self._num_admitted + num_sequences > self._max_sequences:
-            text = f"{self._num_admitted} sequences are running or waiting, which is as many as are taken; try later"
+        num_taken = self._num_preparing + self.client.num_in_flight
+        if num_taken + num_sequences > self._max_sequences:
+            text = (
+                f"{num_taken} sequences are running or waiting and {self._max_sequences} are taken at a time; "
+                f"there is no room for {num_sequences} more now, try later"
+            )
             raise RequestError(text, code="overloaded")
-        self._num_admitted += num_sequences
+        self._num_preparing += num_sequences
 
     async def _tokenise(self, call: Call) -> list[list[int]]:
-        num_chars = sum(len(turn["content"]) for turn in call.messages)
-        num_chars += sum(len(prompt) for prompt in call.prompts if isinstance(prompt, str))
-        if num_chars > LONG_TEXT_CHARS:
+        if call.num_body_bytes > LARGE_BODY_BYTES:
             prompts = await asyncio.to_thread(self._encode, call)
         else:
             prompts = self._encode(call)
@@ -99,11 +111,7 @@ class Generator:
         if not prompt:
             raise RequestError(f"{param} gives no tokens; expected at least one", param=param)
         if len(prompt) >= ready.max_model_len:
-            text = (
-                f"the prompt is {len(prompt)} tokens and the context of this server is {ready.max_model_len}, "
-                "with room for at least one token of output; shorten it"
-            )
-            raise RequestError(text, param=param, code="context_length_exceeded")
+            raise too_long(len(prompt), ready.max_model_len, param)
         if max(prompt) >= ready.vocab_size:
             text = f"{param} has token id {max(prompt)}; expected less than {ready.vocab_size}"
             raise RequestError(text, param=param)
@@ -123,7 +131,6 @@ class Generation:
     """A call on its way. Leave its `with` block, for whatever reason, and what still runs is aborted."""
 
     def __init__(self, generator: Generator, call: Call, flight: Flight, arrival_s: float) -> None:
-        self._generator = generator
         self._metrics = generator.metrics
         self._call = call
         self._flight = flight
@@ -141,7 +148,6 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._flight.close()
-        self._generator.release(len(self._sequences))
         outcome = "error" if isinstance(error, HeadwaterError) else "abort"
         for sequence in self._sequences:
             if sequence.text.finish_reason is None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.params import SamplingParams
+from headwater.errors import HeadwaterError
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.tokenizer import StreamDecoder
-from headwater.serve.output import Delta, TextOutput
+from headwater.serve.output import Delta, TextOutput, stopping_at
 from headwater.serve.replies import Usage
 
 _REQUEST_ID = "local"
@@ -27,6 +29,8 @@ class LocalModel:
         checkpoint = open_checkpoint(config.model, config.load_format)
         self.tokenizer = checkpoint.load_tokenizer()
         self._eos_token_ids = checkpoint.config.eos_token_ids
+        own = set(self.tokenizer.eos_token_ids) - set(self._eos_token_ids)
+        self._end_ids = sorted(token_id for token_id in own if token_id < checkpoint.config.vocab_size)
         self._engine = Engine(config, checkpoint=checkpoint, progress=progress)
         self.label = checkpoint.label
         self.note = self._engine.placement.reason
@@ -46,16 +50,18 @@ class LocalModel:
 
         Raises RequestError if the prompt is too long.
         """
+        params = stopping_at(params, self._end_ids)
         text = TextOutput(StreamDecoder(self.tokenizer), params, self._eos_token_ids)
-        self._engine.add(_REQUEST_ID, prompt, params)
         try:
+            self._engine.add(_REQUEST_ID, prompt, params)
             while text.finish_reason is None:
                 for output in self._engine.step():
                     delta = text.feed(output)
                     self.usage = Usage(output.num_prompt_tokens, output.num_cached_tokens, text.num_tokens)
                     yield delta
-        except GeneratorExit:
-            self._end()
+        except BaseException:  # the loop was left, or Ctrl-C came in the middle of a step
+            with suppress(HeadwaterError):  # a broken engine has said so already
+                self._end()
             raise
         self._end()
 

@@ -7,15 +7,21 @@ are refused, unless they ask for what happens anyway. Answers are in `replies`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from headwater.engine.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from headwater.errors import RequestError
 
+LARGE_BODY_BYTES = 4096
+"""Larger bodies are read, checked and tokenised in a thread: they would keep the event loop for milliseconds."""
+MAX_MESSAGES = 4096
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_STOP_CHARS = 1000
+MAX_HARMLESS_BYTES = 100
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; a chat goes on until the context is full."""
 
@@ -51,19 +57,19 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class TextPart(msgspec.Struct):
+class TextPart(msgspec.Struct, gc=False):
     """A part of a message's content; only text is known."""
 
     type: str
     text: str | None = None
 
 
-class ChatMessage(msgspec.Struct):
+class ChatMessage(msgspec.Struct, gc=False):
     """One turn of a conversation."""
 
     role: str
     content: str | list[TextPart] | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[msgspec.Raw] | None = None
 
 
 class _Common(msgspec.Struct, kw_only=True):
@@ -100,7 +106,9 @@ class ChatRequest(_Common, kw_only=True):
 class CompletionRequest(_Common, kw_only=True):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[Any]
+    prompt: str | list[msgspec.Raw]
+    """Items are counted before they are decoded: millions of little lists would keep the garbage collector, and with it
+    every thread, for seconds."""
     logprobs: int | None = None
 
 
@@ -119,6 +127,8 @@ class Call:
     """Choices for each prompt."""
     stream: bool
     include_usage: bool
+    num_body_bytes: int = field(default=0, compare=False)
+    """How large the request was: a measure of the work that its text makes, whichever field that is in."""
 
     @property
     def num_sequences(self) -> int:
@@ -132,53 +142,78 @@ class Call:
         return replace(self.params, seed=self.params.seed + choice)
 
 
-def parse_chat(body: bytes) -> Call:
+class Limits(NamedTuple):
+    """What one call may hold. Counted before the rest is looked at, so that refusing millions of items is cheap."""
+
+    max_prompts: int = 1 << 31
+    max_model_len: int = 1 << 31
+
+
+NO_LIMITS = Limits()
+
+
+def too_long(num_tokens: int, max_model_len: int, param: str) -> RequestError:
+    """The error for a prompt that leaves no room for a token of output."""
+    text = (
+        f"the prompt is {num_tokens} tokens and the context of this server is {max_model_len}, "
+        "with room for at least one token of output; shorten it"
+    )
+    return RequestError(text, param=param, code="context_length_exceeded")
+
+
+def parse_chat(body: bytes, limits: Limits = NO_LIMITS) -> Call:
     """A chat request. Raises RequestError, naming the parameter, for what is wrong or not supported."""
     request = _parse(body, ChatRequest)
-    if not request.messages:
-        raise RequestError("messages is empty; expected at least one", param="messages")
+    if not 1 <= len(request.messages) <= MAX_MESSAGES:
+        text = f"there are {len(request.messages)} messages; expected 1 to {MAX_MESSAGES}"
+        raise RequestError(text, param="messages")
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     most = request.max_completion_tokens
     return _call(
         request,
         is_chat=True,
+        num_body_bytes=len(body),
         messages=[_turn(index, message) for index, message in enumerate(request.messages)],
         max_tokens=request.max_tokens if most is None else most,
         logprobs=_logprobs("top_logprobs", request.top_logprobs or 0) if request.logprobs else None,
     )
 
 
-def parse_completion(body: bytes) -> Call:
+def parse_completion(body: bytes, limits: Limits = NO_LIMITS) -> Call:
     """A completion request. Raises RequestError, naming the parameter, for what is wrong or not supported."""
     request = _parse(body, CompletionRequest)
     return _call(
         request,
         is_chat=False,
-        prompts=_prompts(request.prompt),
+        num_body_bytes=len(body),
+        prompts=_prompts(request.prompt, limits),
         max_tokens=DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens,
         logprobs=None if request.logprobs is None else _logprobs("logprobs", request.logprobs),
     )
 
 
+_Item = TypeVar("_Item")
 _Request = TypeVar("_Request", ChatRequest, CompletionRequest)
 
 
 def _parse(body: bytes, kind: type[_Request]) -> _Request:
     try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise RequestError("the body is not a JSON object")
-    for name, harmless in UNSUPPORTED.items():
-        value = fields.get(name)
-        if value is not None and value not in harmless:
-            raise RequestError(f"{name} is not supported by this server; leave it out", param=name)
-    try:
-        return msgspec.convert(fields, kind)
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        for name, harmless in UNSUPPORTED.items():
+            if name in fields and not _is_one_of(fields[name], harmless):
+                raise RequestError(f"{name} is not supported by this server; leave it out", param=name)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _as_request_error(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+
+
+def _is_one_of(raw: msgspec.Raw, harmless: tuple[Any, ...]) -> bool:
+    # What asks for nothing is short; the rest need not be decoded.
+    value = msgspec.json.decode(raw) if memoryview(raw).nbytes <= MAX_HARMLESS_BYTES else raw
+    return value is None or value in harmless
 
 
 def _as_request_error(text: str) -> RequestError:
@@ -188,8 +223,8 @@ def _as_request_error(text: str) -> RequestError:
         path = f"{place[1]}.{missing[1]}" if place and place[1] else missing[1]
         return RequestError(f"{path} is missing", param=path)
     what = text[: place.start()] if place else text
-    path = place[1] if place else ""
-    return RequestError(f"{path}: {what[:1].lower()}{what[1:]}" if path else what, param=path or None)
+    path = place[1] if place else "the body"
+    return RequestError(f"{path}: {what[:1].lower()}{what[1:]}", param=place[1] if place else None)
 
 
 def _call(request: _Common, *, is_chat: bool, max_tokens: int | None, logprobs: int | None, **rest: Any) -> Call:
@@ -232,34 +267,65 @@ def _call(request: _Common, *, is_chat: bool, max_tokens: int | None, logprobs: 
 def _turn(index: int, message: ChatMessage) -> dict[str, str]:
     """A message as chat templates take it: role and plain text."""
     where = f"messages[{index}]"
+    if message.role not in ROLES:
+        text = f"{where}.role is {shown(message.role)}; expected one of {', '.join(ROLES)}"
+        raise RequestError(text, param=f"{where}.role")
     if message.tool_calls:
         raise RequestError("tool calls are not supported by this server", param=f"{where}.tool_calls")
     content = message.content
     if isinstance(content, list):
         for part in content:
             if part.type != "text" or part.text is None:
-                text = f"content parts of type {part.type!r} are not supported; this model reads text"
+                text = f"content parts of type {shown(part.type)} are not supported; this model reads text"
                 raise RequestError(text, param=f"{where}.content")
         content = "\n".join(part.text or "" for part in content)
     return {"role": message.role, "content": content or ""}
 
 
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+def _prompts(prompt: str | list[msgspec.Raw], limits: Limits) -> list[str | list[int]]:
     """A text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
-    if prompt and all(_is_id(item) for item in prompt):
-        return [prompt]
-    if prompt and all(isinstance(item, str) for item in prompt):
-        return list(prompt)
-    if prompt and all(isinstance(item, list) and item and all(_is_id(number) for number in item) for item in prompt):
-        return list(prompt)
+    if prompt and bytes(prompt[0])[:1] not in (b'"', b"["):
+        if len(prompt) >= limits.max_model_len:
+            raise too_long(len(prompt), limits.max_model_len, "prompt")
+        return [_ids(_decode(item, int) for item in prompt)]
+    if len(prompt) > limits.max_prompts:
+        text = f"the call has {len(prompt)} prompts; this server takes {limits.max_prompts} at a time"
+        raise RequestError(text, param="prompt")
+    if prompt and bytes(prompt[0])[:1] == b'"':
+        return [_decode(item, str) for item in prompt]
+    listed = [_decode(item, list[int]) for item in prompt]
+    if not listed:
+        raise _no_prompt()
+    for ids in listed:
+        if len(ids) >= limits.max_model_len:
+            raise too_long(len(ids), limits.max_model_len, "prompt")
+    return [_ids(ids) for ids in listed]
+
+
+def _ids(numbers: Iterable[int]) -> list[int]:
+    ids = list(numbers)
+    if not ids or min(ids) < 0:
+        raise _no_prompt()
+    return ids
+
+
+def _decode(raw: msgspec.Raw, kind: type[_Item]) -> _Item:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _no_prompt() from error
+
+
+def _no_prompt() -> RequestError:
     text = "prompt: expected a string, a list of strings, a list of token ids or a list of such lists, none empty"
-    raise RequestError(text, param="prompt")
+    return RequestError(text, param="prompt")
 
 
-def _is_id(value: object) -> bool:
-    return type(value) is int and value >= 0
+def shown(text: str) -> str:
+    """A client's text for an error message, which shall not become as long as the request was."""
+    return repr(text if len(text) <= 100 else text[:97] + "...")
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...] | None:

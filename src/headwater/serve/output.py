@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
@@ -32,6 +33,12 @@ class Delta(NamedTuple):
     text: str
     logprobs: list[LogprobEntry]
     finish_reason: FinishReason | None
+
+
+def stopping_at(params: SamplingParams, end_ids: Sequence[int]) -> SamplingParams:
+    """Parameters that stop at these end-of-sequence ids too, which the engine does not know; not with `ignore_eos`."""
+    missing = () if params.ignore_eos else tuple(sorted(set(end_ids) - set(params.stop_token_ids)))
+    return replace(params, stop_token_ids=params.stop_token_ids + missing) if missing else params
 
 
 class StopStrings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,13 @@ from headwater.engine.params import FinishReason
 from headwater.serve.output import Delta, LogprobEntry
 
 LEAST_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON cannot say."""
+"""What stands for minus infinity, which JSON cannot say, and for what is no number."""
+
+
+def sayable(logprob: float) -> float:
+    """A log-probability that JSON can say."""
+    return max(logprob, LEAST_LOGPROB) if math.isfinite(logprob) else LEAST_LOGPROB
+
 
 TokenText = Callable[[int], str]
 
@@ -137,7 +144,7 @@ class ChatReply(Reply):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self._token_text(token_id)
-        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode())}
+        return {"token": text, "logprob": sayable(logprob), "bytes": list(text.encode())}
 
 
 class CompletionReply(Reply):
@@ -155,7 +162,7 @@ class CompletionReply(Reply):
     def _logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
         return {
             "tokens": [self._token_text(entry.logprobs.token_id) for entry in entries],
-            "token_logprobs": [max(entry.logprobs.logprob, LEAST_LOGPROB) for entry in entries],
+            "token_logprobs": [sayable(entry.logprobs.logprob) for entry in entries],
             "top_logprobs": [self._top(entry) for entry in entries],
             "text_offset": [entry.text_offset for entry in entries],
         }
@@ -165,5 +172,5 @@ class CompletionReply(Reply):
         token_id, logprob, top = entry.logprobs
         best: dict[str, float] = {}
         for other_id, other in [*top, (token_id, logprob)]:
-            best.setdefault(self._token_text(other_id), max(other, LEAST_LOGPROB))
+            best.setdefault(self._token_text(other_id), sayable(other))
         return best

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import uvicorn
 
 from headwater import __version__
 from headwater.engine.config import EngineConfig
-from headwater.serve.app import AppConfig, create_app
+from headwater.serve.app import SEND_TIMEOUT_S, AppConfig, create_app
 from headwater.serve.client import WORKER_COMMAND, EngineClient
 from headwater.serve.config import ServerConfig
 from headwater.serve.generation import Generator, Tokenizer
@@ -22,6 +25,10 @@ from headwater.serve.metrics import ServerMetrics
 
 STOP_GRACE_S = 1
 """How long a client may take to read the error that ends its request when the server stops."""
+EARLY_BACKLOG = 16
+"""Connections that may wait while the model is loading."""
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +122,7 @@ async def _start(
     worker_command: Sequence[str],
 ) -> tuple[EngineClient, Tokenizer]:
     """Engine and tokenizer side by side; if one fails, the other is stopped and the error raised."""
-    tokenizer = asyncio.create_task(asyncio.to_thread(load_tokenizer, config))
+    tokenizer = asyncio.create_task(_in_daemon_thread(lambda: load_tokenizer(config)))
     engine = asyncio.create_task(EngineClient.start(config, command=worker_command, on_progress=hooks.on_progress))
     try:
         # Whichever fails first is heard first: a model that is not there need not wait for the engine to find out.
@@ -130,6 +137,32 @@ async def _start(
         if isinstance(results[0], EngineClient):
             await results[0].close()
         raise
+
+
+async def _in_daemon_thread(work: Callable[[], _Result]) -> _Result:
+    """What `work` returns or raises. Unlike `asyncio.to_thread`, the process can end before it has: importing takes
+    seconds, and who stops a server that is starting should not wait for it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_Result] = loop.create_future()
+
+    def settle(set_outcome: Callable[[], None]) -> None:
+        def unless_cancelled() -> None:
+            if not done.done():
+                set_outcome()
+
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(unless_cancelled)
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            settle(partial(done.set_exception, error))
+        else:
+            settle(partial(done.set_result, result))
+
+    threading.Thread(target=run, name="headwater-tokenizer", daemon=True).start()
+    return await done
 
 
 def _make_server(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, model: str) -> _Server:
@@ -187,7 +220,10 @@ def _stop_signals() -> Iterator[asyncio.Event]:
 
 @contextmanager
 def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """The port, taken before the model is loaded: better to hear at once that it is busy."""
+    """The port, taken before the model is loaded: better to hear at once that it is busy.
+
+    It listens at once, because only a port that somebody listens on is refused to others; who connects early waits.
+    """
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, number)
@@ -195,8 +231,12 @@ def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
         raise OSError(f"cannot listen on {host}: {error.strerror}; choose another address with --host") from error
     with sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Connections inherit it: the kernel ends one whose client reads nothing for so long, and frees its buffers.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_TIMEOUT_S * 1000))
         try:
             sock.bind(address)
+            sock.listen(EARLY_BACKLOG)
         except OSError as error:
             text = f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host"
             raise OSError(text) from error

@@ -140,7 +140,9 @@ def _weight_map(path: Path) -> dict[str, str] | None:
         raise ModelError(f"{str(path / INDEX_NAME)!r} has no weight_map")
     for name, file in found.items():
         # A plain name in this directory, so that an index can never lead to another file of this machine.
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+        # (What cannot be printed, such as NUL, no file system takes.)
+        plain = isinstance(file, str) and Path(file).name == file and file.isprintable()
+        if not plain or not file.endswith(".safetensors"):
             raise ModelError(f"{INDEX_NAME} places {name} in {file!r}; expected a *.safetensors file beside it")
     return found
 
