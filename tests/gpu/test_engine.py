@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.graphs import graph_sizes
 from headwater.engine.params import SamplingParams
+from headwater.stores.embedded import destroy
+from headwater.stores.url import parse_url
 
 from engine_models import VOCAB, Comparison, Reference, greedy_reference, load_transformers, save_random_checkpoint
 
@@ -92,3 +95,38 @@ def test_graph_sizes_cover_the_largest_batch() -> None:
     assert graph_sizes(6) == [1, 2, 4, 8]
     assert graph_sizes(64)[-1] == 64
     assert graph_sizes(1000)[-1] == 256
+
+
+@pytest.mark.parametrize("load", ["async", "blocking"])
+def test_kv_comes_back_from_the_pool(tmp_path: Path, load: str) -> None:
+    """A second engine, with another page size and layout, finds the prefix in the pool and says the same."""
+    path = save_random_checkpoint("llama", tmp_path)
+    rng = random.Random(9)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (300, 530, 700)]
+    model = load_transformers(path)
+    references = [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    url = f"shm:///headwater-test-{secrets.token_hex(6)}?capacity=128MiB"
+    common: dict[str, Any] = {"model": str(path), "device": "cuda", "dtype": "float32", "max_model_len": 1024}
+    try:
+        for number, settings in enumerate(({}, {"page_size": 48, "cache_layout": "page-first"})):
+            config = EngineConfig(**common, num_pages=400, pool=url, pool_load=load, **settings)
+            tokens: dict[str, list[int]] = {}
+            cached: dict[str, int] = {}
+            with Engine(config) as engine:
+                for name, prompt in enumerate(prompts):
+                    engine.add(str(name), prompt, params)
+                while engine.has_work:
+                    for output in engine.step():
+                        tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                        cached[output.request_id] = output.num_cached_tokens
+                engine.check_integrity()
+                assert engine.drain_saves(10.0)
+            compared = Comparison()
+            for name, reference in enumerate(references):
+                compared.add(f"engine {number}, prompt {name}", reference, tokens[str(name)])
+            assert not compared.wrong, "\n".join(compared.wrong)
+            if number:
+                assert [cached[str(name)] for name in range(3)] >= [256, 512, 512]
+    finally:
+        destroy(parse_url(url))

@@ -69,6 +69,26 @@ def bench_engine(
         _print_engine(report)
 
 
+@bench_app.command("transfer")
+def bench_transfer(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    tokens: Annotated[int, typer.Option(help="Tokens of KV to move.", min=4096)] = 65536,
+    staging_mib: Annotated[int, typer.Option(help="MiB of device memory between cache and pool.", min=64)] = 1024,
+    pairs: Annotated[int, typer.Option(help="Rounds of everything in turns.", min=1)] = 7,
+    quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
+) -> None:
+    """Save a GPU's KV to a pool in shared memory and load it again, against one large copy of the same bytes."""
+    from headwater.bench import transfer, transfer_gpu
+    from headwater.cli.output import print_json
+
+    full = transfer_gpu.TransferBench(num_tokens=tokens, staging_bytes=staging_mib << 20, pairs=pairs)
+    report = transfer.run(transfer.QUICK if quick else full, _note)
+    if as_json:
+        print_json(_rounded(report))
+    else:
+        _print_transfer(report)
+
+
 def _note(text: str) -> None:
     typer.echo(f"… {text}", err=True)
 
@@ -135,6 +155,36 @@ def _print_engine(report: dict[str, Any]) -> None:
     for name in ("transformers_reason", "transformers_continuous_reason", "gpu_reason"):
         if report.get(name):
             speeds.add_row(f"{name.removesuffix('_reason')}: {report[name]}", "")
+    _print_tables(report, speeds)
+
+
+_TRANSFER_ROWS = (
+    ("one large pinned copy out, GB/s", "copy_out_gbps"),
+    ("  saved, visible and checksummed", "save_gbps"),
+    ("  pages without re-ordering or checksums", "raw_save_gbps"),
+    ("one large pinned copy in, GB/s", "copy_in_gbps"),
+    ("  loaded and verified", "load_gbps"),
+    ("  pages without re-ordering or checksums", "raw_load_gbps"),
+    ("one rank of eight: saved, GB/s", "save_gbps_tp8"),
+    ("one rank of eight: loaded, GB/s", "load_gbps_tp8"),
+    ("beyond the bytes' time: a save, ms", "save_fixed_ms"),
+    ("beyond the bytes' time: a load, ms", "load_fixed_ms"),
+    ("a copy per head and token, s ({naive_note})", "naive_save_s"),
+    ("  of one large copy", "naive_ratio"),
+    ("saved beside matrix products, GB/s", "interference_saving_gbps"),
+)
+
+
+def _print_transfer(report: dict[str, Any]) -> None:
+    from headwater.cli.output import table
+
+    speeds = table("transfer", ">")
+    for title, name in _TRANSFER_ROWS:
+        if report.get(name) is not None:
+            speeds.add_row(title.format_map(report), f"{report[name]:.4g}")
+    for name in ("gpu_reason", "note"):
+        if report.get(name):
+            speeds.add_row(str(report[name]), "")
     _print_tables(report, speeds)
 
 

@@ -52,7 +52,7 @@ OPTIONS: dict[str, _Row] = {
     "overlap": _Row(bool | None, "Schedule the next step while this one computes; if not given, on a GPU."),
     "seed": _Row(int, "Where the seeds of requests that bring none start from."),
     "num_threads": _Row(int | None, "CPU threads of one rank; if not given, the cores divided by the ranks."),
-    "pool": _Row(str | None, "Share KV with other servers through this pool, e.g. shm:///headwater (CPU).", "URL"),
+    "pool": _Row(str | None, "Share KV with other servers through this pool, e.g. shm:///headwater.", "URL"),
     "pool_role": _Row(str, "Save KV, load it, or both.", _one_of(*ROLES)),
     "pool_load": _Row(str, "async: others go on while a request waits for its KV.", _one_of(*LOAD_MODES)),
     "pool_saves_decoded": _Row(bool, "Save what was generated, too."),

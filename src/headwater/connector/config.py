@@ -31,13 +31,14 @@ class ConnectorConfig:
     load_deadline_s: float = 5.0
     """For one request's KV; what is not there by then is computed."""
     save_deadline_s: float = 2.0
-    staging_bytes: int = 256 << 20
-    """Memory between the engine and the pool, per rank and direction. When it is full, saves are dropped."""
+    staging_bytes: int | None = None
+    """Memory between the engine and the pool, per rank and direction, on the device of the cache; None: 256 MiB on a
+    CPU, 512 on a GPU. When it is full, saves are dropped."""
 
     def __post_init__(self) -> None:
         _one_of("role", self.role, ROLES)
         _one_of("load_mode", self.load_mode, LOAD_MODES)
-        if self.min_load_tokens < 1 or self.staging_bytes < 1:
+        if self.min_load_tokens < 1 or (self.staging_bytes is not None and self.staging_bytes < 1):
             raise EngineConfigError("min_load_tokens and staging_bytes must be at least 1")
         if self.load_deadline_s <= 0 or self.save_deadline_s <= 0:
             raise EngineConfigError("deadlines must be above 0 s")

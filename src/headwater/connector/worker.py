@@ -10,9 +10,14 @@ from headwater.connector.jobs import Job, Loaded
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
+from headwater.transfer.device_loader import DeviceLoader
+from headwater.transfer.device_saver import DeviceSaver
 from headwater.transfer.loader import Loader
 from headwater.transfer.saver import Saver
 from headwater.transfer.view import PagedView
+
+DEFAULT_STAGING_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
+"""On a GPU two halves of it are under way at a time, and copies below 64 MiB do not fill the bus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +44,15 @@ class WorkerHalf:
         config: ConnectorConfig,
         on_loaded: Callable[[Loaded], None],
     ) -> None:
-        self._saver = Saver(space, view, shard, staging_bytes=config.staging_bytes, deadline_s=config.save_deadline_s)
-        self._loader = Loader(
+        on_gpu = view.device.type == "cuda"
+        staging_bytes = config.staging_bytes or DEFAULT_STAGING_BYTES["cuda" if on_gpu else "cpu"]
+        make_saver, make_loader = (DeviceSaver, DeviceLoader) if on_gpu else (Saver, Loader)
+        self._saver = make_saver(space, view, shard, staging_bytes=staging_bytes, deadline_s=config.save_deadline_s)
+        self._loader = make_loader(
             space,
             view,
             shard,
-            staging_bytes=config.staging_bytes,
+            staging_bytes=staging_bytes,
             deadline_s=config.load_deadline_s,
             on_done=lambda name, count: on_loaded(Loaded(name, count)),
         )

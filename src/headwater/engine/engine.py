@@ -82,7 +82,11 @@ class Engine:
         self.max_model_len = self.plan.max_model_len
         self._pool = PagePool(self.plan.num_pages)
         self._prefix = create_prefix_cache(config.prefix_cache, self._pool, config.page_size)
-        self._link = link or self._connect()
+        try:
+            self._link = link or self._connect()
+        except BaseException:
+            self._executor.close()
+            raise
         self._scheduler = Scheduler(
             self._pool,
             self._prefix,
@@ -194,8 +198,6 @@ class Engine:
         connector = self.config.connector
         if connector is None or not isinstance(self._executor, Executor):
             return NoPool()
-        if self.placement.device.type != "cpu":
-            raise EngineConfigError("--pool works on CPUs so far; the data path for GPUs is not there yet")
         identity = engine_identity(self.checkpoint, self.placement.dtype, self.config.load_format)
         space = self._executor.connect(connector, identity)
         return PoolLink(space, connector, self._executor, dummy_page=self.plan.num_pages)

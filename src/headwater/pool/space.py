@@ -19,7 +19,7 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard
 from headwater.locks import ForkSafeLock
 from headwater.pool.buffers import Buffer, as_tiles
-from headwater.stores.base import Lease, Piece, Reservation, RootRef, SpaceRef, Status, Store, Tiles
+from headwater.stores.base import Filled, Lease, Loan, Piece, Reservation, RootRef, SpaceRef, Status, Store, Tiles
 
 _MAX_ROOTS = 65536
 
@@ -251,6 +251,29 @@ class Space:
         if not roots:
             return []
         return list(self._store.reserve(self._root_of(chunks[0].root), chunks, shard.split, deadline_s))
+
+    def commit(self, filled: Sequence[Filled], *, deadline_s: float | None = None) -> list[Status]:
+        """Commit what was filled in reserved extents, all in one transaction. Does not close the reservations."""
+        if not filled:
+            return []
+        statuses = self._store.commit(filled, deadline_s)
+        self._tally("write", 0, statuses)
+        return statuses
+
+    def lend(self, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
+        """Views of consecutive chunks of one chain as they are stored, under one lease (mapped stores only).
+
+        They are NOT verified: whoever copies them (to a device, say) must compare the copy's checksums with `sums`
+        before it is used, and give what failed to `read`, which judges and counts the damage.
+        """
+        for chunk in chunks:
+            self._shape(chunk, shard)
+        return self._store.lend(self._any_root, chunks, shard)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether extents can be filled and seen in place: `reserve`, `borrow` and `lend` work."""
+        return self._store.mapped
 
     @contextmanager
     def borrow(self, chunk: ChunkRef, shard: Shard) -> Iterator[Tiles | None]:

@@ -152,11 +152,42 @@ class Reservation(Protocol):
     def commit(self, layers: range, heads: range, part: int, sums: Sequence[int]) -> Status:
         """Say that these tiles (or this part of them) are in place, with their checksums in [layer][head] order."""
 
+    def noted(self, layers: range, heads: range, part: int) -> int:
+        """How many of these tiles' checksums were committed before: who finds any must not fill them again."""
+
     def abort(self) -> None:
         """Give the chunk up for the whole group."""
 
     def close(self) -> None:
         """Stop writing. The extent is fenced until then."""
+
+
+class Filled(NamedTuple):
+    """Tiles (or one part of them) that are in place in a reserved extent, with their checksums in [layer][head]
+    order."""
+
+    reservation: Reservation
+    layers: range
+    heads: range
+    part: int
+    sums: Sequence[int] | npt.NDArray[np.uint64]
+    """The array is the faster way."""
+
+
+class Loan(NamedTuple):
+    """Stored tiles as they lie, NOT verified: whoever copies them must verify the copy before it is used."""
+
+    lease: Lease | None
+    """To be released when the last copy has ended; None where nothing was found."""
+    tiles: list[Tiles | None]
+    """By chunk: a read-only view of the shard's (layers, heads, tile bytes); None where there is nothing to see."""
+    sums: npt.NDArray[np.uint64]
+    """(chunks, layers, heads): what each tile's XXH3-64 must be."""
+
+    def release(self) -> None:
+        """End the lease."""
+        if self.lease is not None:
+            self.lease.release()
 
 
 class Store(Protocol):
@@ -192,6 +223,12 @@ class Store(Protocol):
         self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline_s: float | None = None
     ) -> Sequence[Reservation]:
         """Open extents for writing in place (mapped stores only)."""
+
+    def commit(self, filled: Sequence[Filled], deadline_s: float | None = None) -> list[Status]:
+        """`Reservation.commit` of many, in one transaction. All must be reservations of this store."""
+
+    def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
+        """Unverified views of consecutive chunks under one lease, with their checksums (mapped stores only)."""
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[Lease, Tiles] | Status:
         """A verified, read-only view of the stored bytes, valid until the lease is released (mapped stores only)."""

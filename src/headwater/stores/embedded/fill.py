@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,10 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Split
 from headwater.stores.base import Tiles
 from headwater.stores.embedded.data import Sources
-from headwater.stores.embedded.index import Entry
+from headwater.stores.embedded.index import Entry, Index
+
+Sums = list[int] | npt.NDArray[np.uint64]
+"""Checksums in [layer][head] order."""
 
 
 def fill_mapped(extent: Tiles, layers: range, heads: range, tiles: Tiles) -> list[int]:
@@ -35,18 +37,12 @@ def fill_mapped(extent: Tiles, layers: range, heads: range, tiles: Tiles) -> lis
     return sums
 
 
-def sum_runs(
-    spec: KVSpec, entry: Entry, layers: range, heads: range, part: int, sums: list[int]
-) -> Iterator[tuple[int, list[int]]]:
-    """Checksums in [layer][head] order as runs of consecutive places in the record."""
-    parts, width = entry.record.parts, len(heads)
-    if parts == 1 and width == spec.num_kv_heads and layers.step == 1:
-        yield layers.start * width, sums
-        return
-    for i, layer in enumerate(layers):
-        row = sums[i * width : (i + 1) * width]
-        first = (layer * spec.num_kv_heads + heads.start) * parts + part
-        yield from [(first, row)] if parts == 1 else [(first + j * parts, [s]) for j, s in enumerate(row)]
+def put_all_sums(index: Index, spec: KVSpec, entry: Entry, layers: range, heads: range, part: int, sums: Sums) -> bool:
+    """Note checksums in [layer][head] order in their record; False if one was noted before with another value."""
+    if entry.record.parts == 1 and len(heads) == spec.num_kv_heads and layers.step == 1:
+        return index.put_sums(entry, layers.start * len(heads), sums if isinstance(sums, list) else sums.tolist())
+    shape, column = (spec.num_layers, spec.num_kv_heads), np.asarray(sums, np.uint64)
+    return index.put_block(entry, shape, layers, heads, part, column)
 
 
 def row_runs(spec: KVSpec, offset: int, part: Tiles, rows: npt.NDArray[np.intp], num_tokens: int) -> list[Sources]:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from headwater.kv.format import checksum
 from headwater.kv.spec import KVSpec
-from headwater.kv.topology import Shard
 from headwater.stores.embedded.layout import (
     AGE_CELLS,
     CELL,
@@ -316,17 +315,43 @@ class Index:
         self._add_u32(entry.cell, REMAINING, known.count(1) - count)
         return True
 
-    def noted(self, entry: Entry, spec: KVSpec, shard: Shard) -> int:
-        """How many of a shard's checksums a pending record has already."""
+    def put_block(
+        self, entry: Entry, shape: tuple[int, int], layers: range, heads: range, part: int, sums: npt.NDArray[np.uint64]
+    ) -> bool:
+        """`put_sums` for tiles that do not lie together in a model of `shape` (layers, heads), in one go.
+
+        By strided slices of bytes: for some dozens of numbers that is faster than arrays.
+        """
+        base, count, parts = self._heap + entry.cell * CELL + HEAD_BYTES, entry.record.num_sums, entry.record.parts
+        if count != shape[0] * shape[1] * parts:
+            raise IndexDamage("checksums outside their record")
+        values = bytearray(self._map[base : base + 8 * count])
+        flags = bytearray(self._map[base + 8 * count : base + 9 * count])
+        words, row, known = memoryview(values).cast("L"), shape[1] * parts, 0
+        columns = memoryview(np.ascontiguousarray(sums.reshape(len(layers), len(heads)).T).reshape(-1))
+        for i, head in enumerate(heads):
+            at = slice(layers.start * row + head * parts + part, layers.stop * row, layers.step * row)
+            new, before = columns[i * len(layers) : (i + 1) * len(layers)], flags[at]
+            if before.count(1):
+                known += before.count(1)
+                if any(flag == 1 and old != value for flag, old, value in zip(before, words[at], new, strict=True)):
+                    return False
+            words[at] = new
+            flags[at] = b"\1" * len(layers)
+        self._map[base : base + 8 * count] = values
+        self._map[base + 8 * count : base + 9 * count] = flags
+        self._add_u32(entry.cell, REMAINING, known - len(layers) * len(heads))
+        return True
+
+    def noted(self, entry: Entry, spec: KVSpec, layers: range, heads: range, part: int) -> int:
+        """How many of some tiles' checksums a pending record has already."""
         parts, width = entry.record.parts, spec.num_kv_heads
         base = self._heap + entry.cell * CELL + HEAD_BYTES + 8 * entry.record.num_sums
-        if parts == 1 and len(shard.heads) == width and shard.layers.step == 1:
-            return self._map[base + shard.layers.start * width : base + shard.layers.stop * width].count(1)
-        count = 0
-        for layer in shard.layers:
-            first, last = (layer * width + shard.heads.start) * parts, (layer * width + shard.heads.stop) * parts
-            count += self._map[base + first + shard.part : base + last : parts].count(1)
-        return count
+        if parts == 1 and len(heads) == width and layers.step == 1:
+            return self._map[base + layers.start * width : base + layers.stop * width].count(1)
+        flags, row = self._map[base : base + entry.record.num_sums], width * parts
+        places = range(heads.start * parts + part, heads.stop * parts, parts)
+        return sum([flags[layers.start * row + at : layers.stop * row : layers.step * row].count(1) for at in places])
 
     def complete(self, entry: Entry) -> bool:
         """If every checksum is in, turn the pending record complete; whether it did."""

@@ -20,7 +20,7 @@ from headwater.kv.format import checksum, gather_part, part_checksums, part_rows
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
-from headwater.stores.base import Piece, RootRef, Run, Status, Tiles
+from headwater.stores.base import Loan, Piece, RootRef, Run, Status, Tiles
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import MappedData
 from headwater.stores.embedded.index import Entry
@@ -332,6 +332,34 @@ class Reader:
         """Let go of everything remembered."""
         self._loaded.clear()
         self._known.clear()
+
+    def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
+        """See `stores.base.Store.lend`. Some microseconds a chunk that was read before, some dozens for another."""
+        spec, data, words = root.space.spec, self._core.data, self._index.state_words
+        if not isinstance(data, MappedData) or shard.split.parts != 1:
+            raise HeadwaterError("only whole tiles of a mapped store can be lent; use read")
+        layers, heads = shard.layers, shard.heads
+        place = slice(layers.start, layers.stop, layers.step), slice(heads.start, heads.stop)
+        views: list[Tiles | None] = [None] * len(chunks)
+        sums, cells = np.zeros((len(chunks), len(layers), len(heads)), np.uint64), list[int]()
+        # Only leaves are evicted, so the deepest chunk that is there keeps all before it.
+        lease = next(filter(None, (self.lease(root, chunk.key) for chunk in reversed(chunks))), None)
+        for i, chunk in enumerate(chunks if lease is not None else ()):
+            found = self._loaded.get(chunk.key)
+            if found is None or not found.still(words, spec, chunk.num_tokens):
+                found = self.load(spec, chunk)
+            if found is None or not found.addressable:
+                continue
+            try:
+                whole = data.view(found.offset, found.tile_bytes * spec.num_tiles)
+            except (OSError, IndexError):
+                continue  # the segment is gone or short
+            view = whole.reshape(spec.num_layers, spec.num_kv_heads, found.tile_bytes)[place]
+            view.flags.writeable = False
+            views[i], sums[i] = view, np.frombuffer(found.sums, np.uint64).reshape(-1, spec.num_kv_heads)[place]
+            cells.append(found.entry.cell)
+        self._index.touch_all(np.array(cells, np.int64), time.time_ns())
+        return Loan(lease, views, sums)
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[ChunkLease, Tiles] | Status:
         """See `stores.base.Store.borrow`."""

@@ -15,6 +15,8 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import (
     ChunkInfo,
+    Filled,
+    Loan,
     Piece,
     Progress,
     RootRef,
@@ -100,6 +102,14 @@ class EmbeddedStore:
     ) -> list[Ticket]:
         with self._open():
             return self._writer.reserve(root, chunks, split, self._deadline(deadline_s))
+
+    def commit(self, filled: Sequence[Filled], deadline_s: float | None = None) -> list[Status]:
+        with self._open():
+            return self._writer.commit_filled(filled, self._deadline(deadline_s))
+
+    def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
+        with self._open():
+            return self._reader.lend(root, chunks, shard)
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[ChunkLease, Tiles] | Status:
         with self._open():

@@ -12,6 +12,10 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from headwater.errors import (
     DeadlineError,
@@ -25,10 +29,10 @@ from headwater.kv.format import checksum, part_rows, scatter_part
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
-from headwater.stores.base import Piece, RootRef, SpaceRef, Status, Tiles
+from headwater.stores.base import Filled, Piece, RootRef, SpaceRef, Status, Tiles
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import Sources
-from headwater.stores.embedded.fill import empty_payload, fill_mapped, row_runs, sum_runs
+from headwater.stores.embedded.fill import Sums, empty_payload, fill_mapped, put_all_sums, row_runs
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.janitor import PENDING_SHARE
 from headwater.stores.embedded.layout import CHUNK, COMPLETE, PENDING, ROOT, SPACE, Record, Word
@@ -36,6 +40,12 @@ from headwater.stores.embedded.reader import extent_tiles
 
 _BATCH_CHUNKS = 64
 _ROOM_ROUNDS = 16
+
+
+@lru_cache(maxsize=64)
+def _check_place(layers: range, heads: range, parts: int, interleave: int, part: int) -> None:
+    """Raise TopologyError where no rank holds that. A server commits the same place for every chunk."""
+    Shard(layers, heads, Split(parts, interleave), part)
 
 
 def _new_id() -> int:
@@ -46,8 +56,8 @@ class Ticket:
     """This process's right to fill one pending extent. See `stores.base.Reservation`."""
 
     def __init__(self, writer: Writer, spec: KVSpec, chunk: ChunkRef, status: Status, entry: Entry | None) -> None:
-        self._writer = writer
-        self._spec = spec
+        self.writer = writer
+        self.spec = spec
         self.chunk = chunk
         self.status = status
         self.entry = entry
@@ -57,47 +67,72 @@ class Ticket:
     @property
     def tiles(self) -> Tiles | None:
         """The extent's bytes as (layers, heads, tile bytes), to be filled in place; None where there is no extent."""
-        core = self._writer.core
+        core = self.writer.core
         if self.entry is None or not self._is_open or not core.data.mapped:
             return None
         with core.use():
-            return extent_tiles(core, self._spec, self.entry)
+            return extent_tiles(core, self.spec, self.entry)
 
     @property
     def _is_open(self) -> bool:
         # A forked child has published nothing, so its parent's tickets are not its own.
         return self._open and self._pid == os.getpid()
 
-    def commit(self, layers: range, heads: range, part: int, sums: Sequence[int], deadline_s: float = 1.0) -> Status:
+    def commit(
+        self,
+        layers: range,
+        heads: range,
+        part: int,
+        sums: Sequence[int] | npt.NDArray[np.uint64],
+        deadline_s: float = 1.0,
+    ) -> Status:
         """See `stores.base.Reservation.commit`."""
-        if self.entry is None or self._pid != os.getpid():
+        commit = self.check_commit(layers, heads, part, sums)
+        if commit is None:
             return Status.LOST
-        record, values = self.entry.record, list(sums)
-        Shard(layers, heads, Split(record.parts, max(record.interleave, 1)), part)
-        fits = layers.stop <= self._spec.num_layers and heads.stop <= self._spec.num_kv_heads
-        if not fits or len(values) != len(layers) * len(heads) or not all(0 <= value < 1 << 64 for value in values):
+        with self.writer.core.use():
+            return self.writer.commit([commit], self.spec, time.monotonic() + deadline_s)[0]
+
+    def noted(self, layers: range, heads: range, part: int) -> int:
+        """See `stores.base.Reservation.noted`."""
+        if self.entry is None:
+            return 0
+        with self.writer.core.use() as core:
+            return core.index.noted(self.entry, self.spec, layers, heads, part)
+
+    def check_commit(
+        self, layers: range, heads: range, part: int, sums: Sequence[int] | npt.NDArray[np.uint64]
+    ) -> Commit | None:
+        """What to commit; None where this process has no reservation. Raises InvalidArgumentError for a misfit."""
+        if self.entry is None or self._pid != os.getpid():
+            return None
+        record = self.entry.record
+        # A column of 64-bit numbers needs no look at each of them, and there may be hundreds a chunk.
+        values: Sums = sums.ravel() if isinstance(sums, np.ndarray) and sums.dtype == np.uint64 else list(sums)
+        _check_place(layers, heads, record.parts, max(record.interleave, 1), part)
+        fits = layers.stop <= self.spec.num_layers and heads.stop <= self.spec.num_kv_heads
+        in_range = not isinstance(values, list) or all(0 <= value < 1 << 64 for value in values)
+        if not fits or len(values) != len(layers) * len(heads) or not in_range:
             raise InvalidArgumentError(
-                f"{len(values)} checksums were given for {layers} × {heads} of {self._spec}; expected 64 bits for each"
+                f"{len(values)} checksums were given for {layers} × {heads} of {self.spec}; expected 64 bits for each"
             )
-        with self._writer.core.use():
-            deadline = time.monotonic() + deadline_s
-            return self._writer.commit([(self, layers, heads, part, values)], self._spec, deadline)[0]
+        return self, layers, heads, part, values
 
     def abort(self) -> None:
         """See `stores.base.Reservation.abort`."""
         with contextlib.suppress(StoreClosedError):
             if self._is_open:
-                with self._writer.core.use():
-                    self._writer.abort([self])
+                with self.writer.core.use():
+                    self.writer.abort([self])
 
     def close(self) -> None:
         """See `stores.base.Reservation.close`."""
         was_open, self._open = self._is_open, False
         if was_open and self.entry is not None:
-            self._writer.core.members.retract(self.entry.record.id)
+            self.writer.core.members.retract(self.entry.record.id)
 
 
-Commit = tuple[Ticket, range, range, int, list[int]]
+Commit = tuple[Ticket, range, range, int, Sums]
 
 
 class Writer:
@@ -176,7 +211,7 @@ class Writer:
         two results may differ in the last bit. Between ranks there is nothing to claim: each has its own tiles."""
         if not self.core.claims.take(entry.record.id, shard):
             return Status.BUSY
-        noted = self._index.noted(entry, spec, shard)
+        noted = self._index.noted(entry, spec, shard.layers, shard.heads, shard.part)
         if shard.num_tiles and noted:
             self.core.claims.release(entry.record.id, shard)
             return Status.EXISTS if noted == shard.num_tiles else Status.BUSY
@@ -380,6 +415,22 @@ class Writer:
         return entry
 
     # ---- committing ---------------------------------------------------------------------------------------------
+    def commit_filled(self, filled: Sequence[Filled], deadline: float) -> list[Status]:
+        """See `stores.base.Store.commit`."""
+        statuses, numbered, spec = [Status.LOST] * len(filled), list[tuple[int, Commit]](), None
+        for i, (ticket, layers, heads, part, sums) in enumerate(filled):
+            if not isinstance(ticket, Ticket) or ticket.writer is not self:
+                raise InvalidArgumentError("a reservation of another store cannot be committed here")
+            commit = ticket.check_commit(layers, heads, part, sums)
+            if commit is not None:
+                spec = ticket.spec
+                numbered.append((i, commit))
+        if spec is not None:
+            outcome = self.commit([commit for _, commit in numbered], spec, deadline)
+            for (i, _), status in zip(numbered, outcome, strict=True):
+                statuses[i] = status
+        return statuses
+
     def commit(self, commits: Sequence[Commit], spec: KVSpec, deadline: float) -> list[Status]:
         """Note what was filled, all in one transaction."""
         if not commits:
@@ -391,9 +442,7 @@ class Writer:
         except StoreDamagedError:
             return [Status.LOST] * len(commits)
 
-    def _commit_one(
-        self, spec: KVSpec, ticket: Ticket, layers: range, heads: range, part: int, sums: list[int]
-    ) -> Status:
+    def _commit_one(self, spec: KVSpec, ticket: Ticket, layers: range, heads: range, part: int, sums: Sums) -> Status:
         index, words = self._index, self._index.words
         entry = index.entry(ticket.entry.cell, ticket.chunk.key) if ticket.entry is not None else None
         if entry is None or ticket.entry is None or entry.record.id != ticket.entry.record.id:
@@ -402,7 +451,7 @@ class Writer:
             return Status.OK
         if entry.state != PENDING:
             return Status.LOST
-        if not all(index.put_sums(entry, at, run) for at, run in sum_runs(spec, entry, layers, heads, part, sums)):
+        if not put_all_sums(index, spec, entry, layers, heads, part, sums):
             self._drop(entry)
             return Status.LOST
         if index.complete(entry):

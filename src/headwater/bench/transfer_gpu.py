@@ -1,0 +1,443 @@
+"""The measurements of `headwater bench transfer`.
+
+Every round saves new chunks and loads them again, with one large pinned copy of the same bytes, and the same pages
+copied without re-ordering, beside it; a round that does not count comes first and pays for compiling, for new segments
+and for registering them. *Saved* is visible and checksummed in the pool, *loaded* is verified and in the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headwater.bench.measure import Note, Rounds, gbps
+from headwater.errors import EngineError
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.identity import Identity
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import Shard
+from headwater.pool.pool import Pool, open_pool
+from headwater.pool.space import Space
+from headwater.stores.embedded import destroy
+from headwater.stores.url import format_size, parse_url
+from headwater.transfer.device_loader import DeviceLoader
+from headwater.transfer.device_saver import DeviceSaver
+from headwater.transfer.view import PagedView, view_tensors
+
+Blocks = npt.NDArray[np.int32]
+
+AXES = ("plane", "block", "token", "head", "dim")
+_DEADLINE_S = 30.0
+_SHM = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class TransferBench:
+    """What to move: the KV of an 8B-class model."""
+
+    num_layers: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    num_tokens: int = 65536
+    chunk_tokens: int = 256
+    block_size: int = 16
+    staging_bytes: int = 1 << 30
+    pairs: int = 7
+    num_products: int = 60
+    product_size: int = 8192
+    naive_copies: int = 4000
+    is_quick: bool = False
+
+    def spec(self, device: torch.device) -> KVSpec:
+        """One token's KV; on a CPU in float32."""
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        return KVSpec.gqa(
+            num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype
+        )
+
+
+def bench_transfer(bench: TransferBench, note: Note, device: torch.device) -> dict[str, Any]:
+    """All figures. Raises what the pool raises where /dev/shm has no room at all."""
+    spec = bench.spec(device)
+    extent = spec.extent_bytes(bench.chunk_tokens)
+    asked = spec.extent_bytes(bench.num_tokens)
+    # Pending bytes take a quarter of a pool at most, and seven of eight ranks leave all theirs pending.
+    free = shutil.disk_usage(_SHM).free
+    capacity = min(int(4.6 * asked) + (64 << 20), int(free * 0.9))
+    tokens = min(bench.num_tokens, int(capacity * 0.9) // extent * bench.chunk_tokens)
+    tokens_tp8 = min(bench.num_tokens, int(capacity * 0.95) // 4 // extent * bench.chunk_tokens)
+    report: dict[str, Any] = {"tokens": tokens, "tokens_tp8": tokens_tp8, "shm_free_gib": free / 2**30, "note": None}
+    if min(tokens, tokens_tp8) < bench.num_tokens:
+        report["note"] = f"/dev/shm has {format_size(free)} free: {tokens:,} and (tp8) {tokens_tp8:,} tokens instead"
+        note(report["note"])
+    url = f"shm:///headwater-bench-{os.getpid()}"
+    try:
+        with open_pool(f"{url}?capacity={capacity}") as pool:
+            identity = Identity(weights=f"xxh3-128:{1:032x}", run_dtype="bfloat16", kv_dtype="bfloat16")
+            space = pool.space(identity, spec, chunk_tokens=bench.chunk_tokens)
+            for measure, count in ((_one_rank, tokens), (_one_of_eight, tokens_tp8)):
+                report |= measure(bench, pool, space, count, note, device)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    finally:
+        destroy(parse_url(url))
+    return report
+
+
+# ---- one rank that holds everything -----------------------------------------------------------------------------
+def _one_rank(
+    bench: TransferBench, pool: Pool, space: Space, tokens: int, note: Note, device: torch.device
+) -> dict[str, Any]:
+    spec, total = space.spec, space.spec.extent_bytes(tokens)
+    with _open_rank(bench, pool, space, range(spec.num_kv_heads), tokens, device) as rank:
+        large = _Large(total, device)
+        raw = _RawPages(rank, large)
+        note(f"TP=1: {tokens:,} tokens, {format_size(total)}, {bench.pairs} rounds")
+        work = {"out": large.copy_out, "save": rank.save, "in": large.copy_in, "load": rank.load}
+        rounds = _rounds(work | {"raw_save": raw.save, "raw_load": raw.load}, bench.pairs, rank.renew, device)
+        rank.check_loaded()
+        note("one chunk at a time")
+        save_ms, load_ms = _fixed(rank, total / rounds.time("out"), total / rounds.time("in"))
+        report = _ratios(rounds, total, "") | {"save_fixed_ms": save_ms, "load_fixed_ms": load_ms}
+        report |= {"raw_save_gbps": gbps(total, rounds.time("raw_save"))}
+        report |= {"raw_load_gbps": gbps(total, rounds.time("raw_load"))}
+        report["equal_topology_ratio"] = min(rounds.ratio("raw_save", "save"), rounds.ratio("raw_load", "load"))
+        report["equal_topology_noise"] = max(_spread(rounds, "raw_save"), _spread(rounds, "raw_load"))
+        note(f"a copy per head and token, {bench.naive_copies:,} of them")
+        naive_s = _naive(bench, rank, large, device)
+        rows = tokens * spec.num_layers * spec.num_kv_heads * len(spec.planes)
+        report |= {"naive_save_s": naive_s * rows, "naive_ratio": rounds.time("out") / (naive_s * rows)}
+        report["naive_note"] = f"extrapolated from {bench.naive_copies:,} of {rows:,} copies"
+        note("matrix products beside saving")
+        report |= _interference(bench, rank, device)
+    return report
+
+
+# ---- one rank of eight ------------------------------------------------------------------------------------------
+def _one_of_eight(
+    bench: TransferBench, pool: Pool, space: Space, tokens: int, note: Note, device: torch.device
+) -> dict[str, Any]:
+    heads = space.spec.num_kv_heads
+    total = space.spec.extent_bytes(tokens) // heads
+    note(f"one rank of TP={heads}: {tokens:,} tokens, {format_size(total)}, {bench.pairs} rounds")
+    with (
+        _open_rank(bench, pool, space, range(1), tokens, device) as rank,
+        _open_rank(bench, pool, space, range(1, heads), tokens, device, doubled=False) as others,
+    ):
+        large = _Large(total, device)
+
+        def renew() -> None:
+            rank.renew()
+            others.chunks = rank.chunks
+            others.store()
+
+        work = {"out": large.copy_out, "save": rank.save, "in": large.copy_in, "load": rank.load}
+        rounds = _rounds(work, bench.pairs, renew, device)
+        rank.check_loaded()
+    return _ratios(rounds, total, "_tp8")
+
+
+class _Rank:
+    """A rank's cache and its ways into the pool and out of it. Chunks are loaded into other blocks than they left."""
+
+    def __init__(
+        self,
+        bench: TransferBench,
+        pool: Pool,
+        space: Space,
+        heads: range,
+        tokens: int,
+        device: torch.device,
+        doubled: bool,
+    ) -> None:
+        self.bench, self.space, self.tokens = bench, space, tokens
+        self._pool = pool
+        spec = space.spec
+        num_blocks = tokens // bench.block_size
+        shape = (len(spec.planes), num_blocks * (1 + doubled), bench.block_size, len(heads), bench.head_dim)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.layers = [_noise(shape, dtype, device) for _ in range(spec.num_layers)]
+        self.view: PagedView = view_tensors(spec, self.layers, AXES, heads=heads)
+        order = np.random.default_rng(7).permutation(shape[1]).astype(np.int32)
+        self.blocks: Blocks = order[:num_blocks]
+        self.other_blocks: Blocks = order[-num_blocks:]
+        self.shard = Shard(range(spec.num_layers), heads)
+        self._ends: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.saver = DeviceSaver(
+            space, self.view, self.shard, staging_bytes=bench.staging_bytes, deadline_s=_DEADLINE_S
+        )
+        self.loader = DeviceLoader(
+            space,
+            self.view,
+            self.shard,
+            staging_bytes=bench.staging_bytes,
+            deadline_s=_DEADLINE_S,
+            on_done=lambda name, count: self._ends.put((name, count)),
+        )
+        self._number = 0
+        self.chunks: list[ChunkRef] = []
+
+    def renew(self) -> None:
+        """Other tokens, so other chunks; the old ones go."""
+        self._number += 1
+        self._pool.clear(space=self.space)
+        tokens = np.random.default_rng(self._number).integers(0, 1 << 30, self.tokens)
+        self.chunks = self.space.keys(tokens).refs(self.tokens // self.bench.chunk_tokens)
+
+    def store(self, chunks: Sequence[ChunkRef] | None = None) -> None:
+        """Save, and wait until it is done. Like an engine that has nothing else to do, it waits instead of dropping."""
+        chunks, saver, done = self.chunks if chunks is None else chunks, self.saver, 0
+        while done < len(chunks):
+            # Few large calls, as an engine makes them: two threads in turns cost the interpreter more than either.
+            saver.wait_for_room(min(saver.ring.count // 4, len(chunks) - done), _DEADLINE_S)
+            count = min(saver.ring.num_free, len(chunks) - done)
+            saver.save(chunks[done : done + count], self.blocks)
+            done += count
+        if not saver.drain(_DEADLINE_S) or saver.num_dropped:
+            raise EngineError(f"{saver.num_dropped} chunks were dropped: {dict(saver.statuses)}")
+
+    def save(self, chunks: Sequence[ChunkRef] | None = None) -> None:
+        """`store`, and see that all can be found."""
+        chunks = self.chunks if chunks is None else chunks
+        self.store(chunks)
+        if not self.space.exists([chunks[-1]])[0]:
+            raise EngineError(f"what was saved cannot be found: {dict(self.saver.statuses)}")
+
+    def load(self, chunks: Sequence[ChunkRef] | None = None) -> None:
+        """Load, and see that all arrived."""
+        chunks = self.chunks if chunks is None else chunks
+        self.loader.load("bench", chunks, self.other_blocks)
+        _, count = self._ends.get(timeout=_DEADLINE_S)
+        if count != len(chunks):
+            raise EngineError(f"{count} of {len(chunks)} chunks arrived: {dict(self.loader.statuses)}")
+
+    def check_loaded(self) -> None:
+        """What was loaded into the other blocks is what was saved."""
+        device = self.view.device
+        here, there = (torch.from_numpy(b.astype(np.int64)).to(device) for b in (self.blocks, self.other_blocks))
+        for layer in (self.layers[0], self.layers[-1]):
+            bits = layer.view(torch.int16 if layer.dtype == torch.bfloat16 else torch.int32)
+            if not torch.equal(bits[:, here], bits[:, there]):
+                raise EngineError("what was loaded is not what was saved")
+
+    def close(self) -> None:
+        self.saver.close()
+        self.loader.close()
+        self.layers = []
+
+
+@contextmanager
+def _open_rank(
+    bench: TransferBench,
+    pool: Pool,
+    space: Space,
+    heads: range,
+    tokens: int,
+    device: torch.device,
+    doubled: bool = True,
+) -> Iterator[_Rank]:
+    rank = _Rank(bench, pool, space, heads, tokens, device, doubled=doubled)
+    try:
+        yield rank
+    finally:
+        rank.close()
+
+
+class _Large:
+    """One large copy, each way: the speed of the bus."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.here.zero_()
+
+    def copy_out(self) -> None:
+        self.here.copy_(self.there, non_blocking=True)
+
+    def copy_in(self) -> None:
+        self.there.copy_(self.here, non_blocking=True)
+
+
+class _RawPages:
+    """What an engine could do whose peers are all like itself: its pages as they are, layer by layer, unchecked."""
+
+    def __init__(self, rank: _Rank, large: _Large) -> None:
+        self._layers, self._large = rank.layers, large
+        device = rank.view.device
+        self._ids = [torch.from_numpy(b.astype(np.int64)).to(device) for b in (rank.blocks, rank.other_blocks)]
+        shape = (rank.layers[0].shape[0], len(rank.blocks), *rank.layers[0].shape[2:])
+        self._stages = [torch.empty(shape, dtype=rank.layers[0].dtype, device=device) for _ in range(3)]
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def save(self) -> None:
+        self._through(self._gather, self._out)
+
+    def load(self) -> None:
+        self._through(self._in, self._scatter)
+
+    def _through(self, first: Callable[[int, Tensor], None], second: Callable[[int, Tensor], None]) -> None:
+        """Both for every layer, with the copies on a stream of their own."""
+        if self._copies is None:
+            for number in range(len(self._layers)):
+                first(number, self._stages[0])
+                second(number, self._stages[0])
+            return
+        own, copies = torch.cuda.current_stream(), self._copies
+        lanes = (own, copies) if first == self._gather else (copies, own)
+        free: list[torch.cuda.Event | None] = [None] * len(self._stages)
+        for number in range(len(self._layers)):
+            at = number % len(self._stages)
+            with torch.cuda.stream(lanes[0]):
+                if (event := free[at]) is not None:
+                    lanes[0].wait_event(event)
+                first(number, self._stages[at])
+                ready = lanes[0].record_event()
+            with torch.cuda.stream(lanes[1]):
+                lanes[1].wait_event(ready)
+                second(number, self._stages[at])
+                free[at] = lanes[1].record_event()
+
+    def _gather(self, number: int, stage: Tensor) -> None:
+        torch.index_select(self._layers[number], 1, self._ids[0], out=stage)
+
+    def _scatter(self, number: int, stage: Tensor) -> None:
+        self._layers[number].index_copy_(1, self._ids[1], stage)
+
+    def _out(self, number: int, stage: Tensor) -> None:
+        self._place(number, stage).copy_(stage.view(torch.uint8).flatten(), non_blocking=True)
+
+    def _in(self, number: int, stage: Tensor) -> None:
+        stage.view(torch.uint8).flatten().copy_(self._place(number, stage), non_blocking=True)
+
+    def _place(self, number: int, stage: Tensor) -> Tensor:
+        size = stage.numel() * stage.element_size()
+        return self._large.here[number * size : (number + 1) * size]
+
+
+def _fixed(rank: _Rank, out_rate: float, in_rate: float) -> tuple[float, float]:
+    """Milliseconds of saving and loading one chunk, beyond what its bytes take on the bus."""
+    rank.renew()
+    chunks = rank.chunks[:16]
+    size = rank.space.spec.extent_bytes(rank.bench.chunk_tokens)
+    times: dict[str, list[float]] = {"save": [], "load": []}
+    for chunk in chunks:
+        for name, work in (("save", rank.save), ("load", rank.load)):
+            start = time.perf_counter()
+            work([chunk])
+            times[name].append(time.perf_counter() - start)
+    save_s, load_s = (float(np.median(times[name])) for name in ("save", "load"))
+    return 1000 * (save_s - size / out_rate), 1000 * (load_s - size / in_rate)
+
+
+def _naive(bench: TransferBench, rank: _Rank, large: _Large, device: torch.device) -> float:
+    """Seconds of one copy of one token of one head."""
+    layer, width = rank.layers[0], rank.layers[0].shape[-1]
+    rng = np.random.default_rng(3)
+    places = [tuple(rng.integers(0, size) for size in layer.shape[:-1]) for _ in range(bench.naive_copies)]
+    target = large.here[: bench.naive_copies * width * layer.element_size()].view(layer.dtype).view(-1, width)
+    pairs = [(target[i], layer[place]) for i, place in enumerate(places)]
+    _wait_for(device)
+    start = time.perf_counter()
+    for to, source in pairs:
+        to.copy_(source, non_blocking=True)
+    _wait_for(device)
+    return (time.perf_counter() - start) / len(pairs)
+
+
+def _interference(bench: TransferBench, rank: _Rank, device: torch.device) -> dict[str, float]:
+    """Matrix products alone and beside saves that keep the bus busy, all on one stream as an engine has it."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left = torch.randn(bench.product_size, bench.product_size, dtype=dtype, device=device)
+    right, out = torch.randn_like(left), torch.empty_like(left)
+    saver = rank.saver
+    per_product = saver.ring.batch
+    saved: list[int] = []
+
+    def products(save: bool) -> None:
+        ahead: list[torch.cuda.Event] = []
+        at = 0
+        for _ in range(bench.num_products):
+            torch.mm(left, right, out=out)
+            if save and at + per_product <= len(rank.chunks) and saver.ring.num_free >= per_product:
+                saver.save(rank.chunks[at : at + per_product], rank.blocks)
+                at += per_product
+            if device.type == "cuda":
+                ahead.append(torch.cuda.current_stream().record_event())
+                if len(ahead) > 2:  # an engine is a step or two ahead of its device, too
+                    ahead.pop(0).synchronize()
+        if save:
+            saved.append(at * rank.space.spec.extent_bytes(bench.chunk_tokens))
+
+    def settle() -> None:
+        saver.drain(_DEADLINE_S)
+        rank.renew()
+
+    work = {"alone": lambda: products(False), "beside": lambda: products(True), "again": lambda: products(False)}
+    rounds = _rounds(work, bench.pairs, settle, device, between=settle)
+    saver.drain(_DEADLINE_S)
+    return {
+        "interference": rounds.ratio("beside", "alone"),
+        "interference_noise": rounds.noise("again", "alone"),
+        "interference_saving_gbps": gbps(int(np.median(saved)), rounds.time("beside")),
+    }
+
+
+def _rounds(
+    work: Mapping[str, Callable[[], object]],
+    count: int,
+    renew: Callable[[], None],
+    device: torch.device,
+    between: Callable[[], None] = lambda: None,
+) -> Rounds:
+    """Once around without counting, then in turns; what has to come before a round is not measured."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for number in range(count + 1):
+        renew()
+        for name, run in work.items():
+            _wait_for(device)
+            start = time.perf_counter()
+            run()
+            _wait_for(device, all_streams=name != "beside")
+            took = time.perf_counter() - start
+            if number:
+                seconds[name].append(took)
+            between()
+    return Rounds(seconds)
+
+
+def _ratios(rounds: Rounds, total: int, suffix: str) -> dict[str, Any]:
+    """The speeds of a rank, and what they are of the bus's."""
+    report: dict[str, Any] = {}
+    for verb, bus in (("save", "out"), ("load", "in")):
+        report[f"{verb}_ratio{suffix}"] = rounds.ratio(bus, verb)
+        report[f"{verb}_noise{suffix}"] = max(_spread(rounds, verb), _spread(rounds, bus))
+        report[f"{verb}_gbps{suffix}"] = gbps(total, rounds.time(verb))
+        report[f"copy_{bus}_gbps{suffix}"] = gbps(total, rounds.time(bus))
+    return report
+
+
+def _noise(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    words = (*shape[:-1], shape[-1] * dtype.itemsize // 4)
+    return torch.randint(-(2**31), 2**31 - 1, words, dtype=torch.int32, device=device).view(dtype)
+
+
+def _wait_for(device: torch.device, *, all_streams: bool = True) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize() if all_streams else torch.cuda.current_stream().synchronize()
+
+
+def _spread(rounds: Rounds, name: str) -> float:
+    """A against A: the odd repetitions against the even ones."""
+    every = rounds.seconds[name]
+    return Rounds({"odd": every[::2], "even": every[1::2] or every[::2]}).noise("odd", "even")

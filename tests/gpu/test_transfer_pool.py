@@ -1,0 +1,48 @@
+"""Saves and loads through a pool in shared memory on a real device: streams, registered segments, checksums there."""
+
+import os
+import secrets
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="Triton is not installed: its kernels are not checked here")
+
+from headwater.stores.embedded import destroy  # noqa: E402
+from headwater.stores.url import parse_url  # noqa: E402
+from headwater.transfer import registered  # noqa: E402
+from transfer_pool_cases import EXTENT, check_bounds, check_damage, check_load, check_save  # noqa: E402
+
+
+@pytest.fixture
+def url():
+    name = f"shm:///headwater-test-{os.getpid()}-{secrets.token_hex(4)}"
+    yield f"{name}?capacity=32MiB"
+    destroy(parse_url(name))
+
+
+@pytest.mark.parametrize("ring", [2 * EXTENT // 8, 64 * EXTENT])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_saved_on_the_device_and_read_on_the_cpu(url, tp, ring):
+    check_save(url, "cuda", tp, ring)
+    assert not registered._uses
+
+
+@pytest.mark.parametrize("ring", [2 * EXTENT // 8, 64 * EXTENT])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_written_by_the_cpu_and_loaded_on_the_device(url, tp, ring):
+    check_load(url, "cuda", tp, ring)
+
+
+def test_a_flipped_byte_is_found_on_the_device(url):
+    check_damage(url, "cuda")
+
+
+def test_a_full_ring_drops_and_a_cancelled_load_ends(url):
+    check_bounds(url, "cuda")
+
+
+def test_without_registration_the_bytes_go_through_pinned_memory(url, monkeypatch):
+    monkeypatch.setattr(registered.Registered, "ensure", lambda self, view: False)
+    check_save(url, "cuda", 2, 8 * EXTENT)
+    check_load("memory://?capacity=32MiB", "cuda", 2, 8 * EXTENT)

@@ -1,0 +1,191 @@
+"""Saves and loads of a device's cache through a pool, against the CPU's own way. Run on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import Shard, Topology, whole_shard
+from headwater.pool import open_pool
+from headwater.pool.pool import Pool
+from headwater.pool.space import Space
+from headwater.stores.base import Status
+from headwater.transfer.convert import Span, gather, plan_spans
+from headwater.transfer.device_loader import DeviceLoader
+from headwater.transfer.device_saver import DeviceSaver
+from headwater.transfer.view import PagedView
+
+from support import identity
+from transfer_cases import ORDERS, cache_view
+
+SPEC = KVSpec.gqa(num_layers=4, num_kv_heads=8, head_dim=16, dtype="bfloat16")
+CHUNK, BLOCK, TOKENS = 32, 8, 32 * 12 + 5
+BLOCKS = -(-TOKENS // BLOCK)
+EXTENT = SPEC.extent_bytes(CHUNK)
+
+
+@contextmanager
+def open_space(url: str) -> Iterator[tuple[Pool, Space, list[ChunkRef]]]:
+    """A pool, and the chunks of one prompt with a tail."""
+    with open_pool(url) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        keys = space.keys(list(range(TOKENS)))
+        full = TOKENS // CHUNK
+        yield pool, space, [*keys.refs(full), keys.tail_ref(full, TOKENS - full * CHUNK)]
+
+
+def make_cache(shard: Shard, device: str, order: tuple[str, ...] = ORDERS[0]) -> tuple[PagedView, np.ndarray]:
+    """A cache full of noise, and a request's blocks in it."""
+    view, _ = cache_view(SPEC, shard, num_blocks=BLOCKS + 6, block_size=BLOCK, order=order, device=device)
+    return view, np.random.permutation(BLOCKS + 6)[:BLOCKS].astype(np.int32)
+
+
+def tiles_of(view: PagedView, shard: Shard, chunks: list[ChunkRef], blocks: np.ndarray) -> list[np.ndarray]:
+    """What the cache holds of some chunks, in extent order."""
+    plan = plan_spans(view, shard, [Span(blocks, chunk.first_token, chunk.num_tokens) for chunk in chunks])
+    flat = torch.empty(plan.staged_bytes(len(shard.layers)), dtype=torch.uint8, device=view.device)
+    gather(plan, shard.layers, flat)
+    return [tiles.cpu().numpy() for group in plan.staged(flat, len(shard.layers)) for tiles in group]
+
+
+class Done:
+    """Collects the ends of loads."""
+
+    def __init__(self) -> None:
+        self._ends: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+
+    def __call__(self, name: str, count: int) -> None:
+        self._ends.put((name, count))
+
+    def next(self) -> tuple[str, int]:
+        return self._ends.get(timeout=30)
+
+
+def save_all(space: Space, device: str, topology: Topology, chunks: list[ChunkRef], ring: int) -> list[np.ndarray]:
+    """Save as every rank of a topology; the whole tiles of each chunk, as the caches hold them."""
+    whole = [np.empty(whole_shard(SPEC).local_shape(SPEC, c.first_token, c.num_tokens), np.uint8) for c in chunks]
+    filled = set()
+    for rank in range(topology.tp):
+        shard = topology.shard(SPEC, tp_rank=rank)
+        view, blocks = make_cache(shard, device, ORDERS[rank % 3])
+        if shard.replica and filled:
+            continue  # noise differs between replicas, which real KV does not
+        saver = DeviceSaver(space, view, shard, staging_bytes=ring, deadline_s=10.0)
+        try:
+            done = 0
+            while done < len(chunks):
+                assert saver.wait_for_room(1, 30)
+                room = saver.ring.num_free
+                saver.save(chunks[done : done + room], blocks)
+                done += room
+            expected = tiles_of(view, shard, chunks, blocks)
+            assert saver.drain(30)
+            assert saver.num_dropped == 0
+            assert saver.statuses == {Status.OK: len(chunks)}, saver.statuses
+            assert saver.num_bytes == sum(tiles.nbytes for tiles in expected)
+        finally:
+            saver.close()
+        for target, tiles in zip(whole, expected, strict=True):
+            target[shard.layers.start : shard.layers.stop, shard.heads.start : shard.heads.stop] = tiles
+        filled.add(rank)
+    return whole
+
+
+def check_save(url: str, device: str, tp: int, ring: int) -> None:
+    """Saved on the device by every rank, read on the CPU with other topologies: equal bytes, all visible."""
+    with open_space(url) as (pool, space, chunks):
+        whole = save_all(space, device, Topology(tp=tp), chunks, ring)
+        assert all(space.exists(chunks))
+        for other in (1, 2, 4):
+            for rank in range(other):
+                shard = Topology(tp=other).shard(SPEC, tp_rank=rank)
+                out = [space.empty(chunk, shard) for chunk in chunks]
+                assert set(space.read(chunks, shard, out)) == {Status.OK}
+                for got, want in zip(out, whole, strict=True):
+                    assert np.array_equal(got, want[:, shard.heads.start : shard.heads.stop])
+        assert pool.verify().clean
+
+
+def check_load(url: str, device: str, tp: int, ring: int) -> None:
+    """Written by the CPU, loaded on the device by every rank of a topology."""
+    with open_space(url) as (_, space, chunks):
+        whole = [space.empty(chunk, whole_shard(SPEC)) for chunk in chunks]
+        for tiles in whole:
+            tiles[...] = np.random.randint(0, 256, tiles.shape, np.uint8)
+        assert set(space.write(chunks, whole_shard(SPEC), whole)) == {Status.OK}
+        for rank in range(tp):
+            shard = Topology(tp=tp).shard(SPEC, tp_rank=rank)
+            view, blocks = make_cache(shard, device, ORDERS[(rank + 1) % 3])
+            done = Done()
+            loader = DeviceLoader(space, view, shard, staging_bytes=ring, deadline_s=30.0, on_done=done)
+            try:
+                loader.load("a", chunks, blocks)
+                assert done.next() == ("a", len(chunks))
+                got = tiles_of(view, shard, chunks, blocks)
+                for found, want in zip(got, whole, strict=True):
+                    assert np.array_equal(found, want[:, shard.heads.start : shard.heads.stop])
+                assert loader.ring.num_free == loader.ring.count
+                assert loader.statuses == {Status.OK: len(chunks)}
+            finally:
+                loader.close()
+
+
+def check_damage(url: str, device: str) -> None:
+    """A flipped byte is found on the device; nothing from there on is reported, nor written into the blocks."""
+    with open_space(url) as (pool, space, chunks):
+        save_all(space, device, Topology(), chunks, 64 * EXTENT)
+        shard = whole_shard(SPEC)
+        loan = space.lend(chunks, shard)
+        tiles = loan.tiles[5]
+        assert tiles is not None
+        loan.release()
+        start = tiles.__array_interface__["data"][0] - tiles.base.__array_interface__["data"][0]
+        tiles.base[start + tiles.nbytes // 2] ^= 0x10
+        view, blocks = make_cache(shard, device)
+        before = tiles_of(view, shard, chunks, blocks)
+        done = Done()
+        loader = DeviceLoader(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=30.0, on_done=done)
+        try:
+            loader.load("a", chunks, blocks)
+            assert done.next() == ("a", 5)
+            assert loader.statuses == {Status.OK: 5, Status.DAMAGED: 1}
+            after = tiles_of(view, shard, chunks, blocks)
+            assert all(np.array_equal(*pair) for pair in zip(before[5:], after[5:], strict=True))
+            assert not space.exists([chunks[5]])[0], "what is damaged must be forgotten"
+            loader.load("b", chunks, blocks)
+            assert done.next() == ("b", 5)
+        finally:
+            loader.close()
+        assert pool.stats().store.damaged == 1
+
+
+def check_bounds(url: str, device: str) -> None:
+    """More than fits is dropped, counted, and harms nothing; a cancelled load ends; close is idempotent."""
+    with open_space(url) as (_, space, chunks):
+        shard = whole_shard(SPEC)
+        view, blocks = make_cache(shard, device)
+        saver = DeviceSaver(space, view, shard, staging_bytes=4 * EXTENT, deadline_s=10.0)
+        saver.save(chunks, blocks)
+        assert saver.drain(30)
+        assert saver.num_dropped >= len(chunks) - saver.ring.count - 8
+        assert saver.statuses[Status.OK] == len(chunks) - saver.num_dropped
+        saver.save(chunks[:2], blocks)
+        assert saver.drain(30)
+        assert saver.statuses[Status.EXISTS] == 2
+        saver.close()
+        saver.close()
+        done = Done()
+        loader = DeviceLoader(space, view, shard, staging_bytes=2 * EXTENT, deadline_s=30.0, on_done=done)
+        loader.cancel("a")
+        loader.load("a", chunks, blocks)
+        assert done.next() == ("a", 0)
+        loader.load("b", chunks, blocks)
+        assert done.next() == ("b", space.exists(chunks).count(True))
+        loader.close()
+        loader.close()
