@@ -152,7 +152,7 @@ def test_equal_to_transformers(row: Row, oracle: Oracle) -> None:
     if row["batch"] == "alone":
         references = references[1:3]
     elif row["model"] == "smollm2":
-        references = references[1:5]  # it is forty times the size of the others
+        references = [references[1], *references[4:]]  # it is forty times the size of the others
     config = EngineConfig(
         model=str(path),
         device="cpu",

@@ -19,7 +19,7 @@ from engine_models import VOCAB, save_random_checkpoint
 
 pytestmark = pytest.mark.slow
 
-NUM_REQUESTS = 400
+NUM_REQUESTS = 300
 MAX_GROWTH = 24 << 20
 
 
@@ -84,7 +84,7 @@ def test_soak(overlap: bool, tmp_path: Path) -> None:
     print(f"{dict(ends)}, {stats.num_preemptions} preemptions, {stats.num_steps} steps, grown by {grown >> 10} KiB")
     assert sum(ends.values()) == NUM_REQUESTS
     assert ends[FinishReason.ABORT] > NUM_REQUESTS // 20
-    assert stats.num_preemptions > 20
+    assert stats.num_preemptions > 10
     assert stats.num_cached_tokens > 0
     assert stats.num_pages_free + stats.num_pages_evictable == stats.num_pages, "a page has no way back"
     assert not live

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import secrets
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from engine_models import VOCAB, Comparison, Reference, greedy_reference, load_t
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 40
+MAX_RANKS = 4
+"""Of both engines together, in a run that leaves the larger rows out."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 TP_SIZES = {1: (1, 2, 4), 2: (1, 2, 4), 4: (1, 2, 4), 6: (1, 2, 3), 8: (1, 2, 4)}
 """By number of KV heads."""
@@ -135,6 +138,8 @@ def check(where: str, references: list[Reference], got: list[list[int]]) -> None
 
 @pytest.mark.parametrize("row", ROWS, ids=[str(number) for number in range(len(ROWS))])
 def test_same_tokens_whoever_computed_the_prefix(row: Row, oracle: Oracle, pool_url: str) -> None:
+    if row["write_tp"] + row["read_tp"] > MAX_RANKS and not os.environ.get("HEADWATER_ALL_ROWS"):
+        pytest.skip("many ranks: minutes on a small machine; HEADWATER_ALL_ROWS=1 runs them")
     path, references = oracle(row["kv_heads"])
     writer = Engine(make_config(path, row, "write", pool_url, references))
     reader = writer
