@@ -73,6 +73,9 @@ class FakeEngine:
         self._requests[request_id] = (list(prompt), params)
         self._num_said[request_id] = 0
 
+    def check_alive(self) -> None:
+        pass
+
     def abort(self, request_id: str) -> None:
         if self._requests.pop(request_id, None) and (path := os.environ.get("FAKE_ENGINE_ABORTS")):
             with Path(path).open("a") as log:

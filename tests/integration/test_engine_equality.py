@@ -103,6 +103,9 @@ class Clockwork:
     def launch(self, step: StepInput, sampling: SamplingBatch) -> Pending:
         return Pending(Sampled(torch.full((len(step.sample_rows),), 5), None, None), None)
 
+    def check_alive(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -112,7 +115,7 @@ def num_pages(config: EngineConfig, references: list[Reference], row: Row) -> in
     each = [-(-(len(r.prompt) + NUM_TOKENS) // row["page_size"]) for r in references]
     if row["memory"] == "ample":
         return sum(each) + 8
-    checkpoint = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(2,)))
+    checkpoint = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(2,), max_position_embeddings=1 << 20))
     for pages in sorted(range(max(each), sum(each)), key=lambda pages: abs(pages - sum(each) // 2))[:60]:
         trial = replace(config, num_pages=pages)
         engine = Engine(trial, checkpoint=checkpoint, executor=Clockwork(trial))  # type: ignore[arg-type]

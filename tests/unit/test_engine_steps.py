@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headwater.connector.stats import TransferStats
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
@@ -76,6 +77,9 @@ class HistoryDevice:
         self._previous = samples
         return Pending(Sampled(torch.tensor(samples, dtype=torch.int64), None, None), None)
 
+    def check_alive(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -115,6 +119,12 @@ class HistoryPool:
     def forget(self, request: Request) -> None:
         assert request.arrival not in self._loads
 
+    def drain(self, timeout_s: float) -> bool:
+        return True
+
+    def stats(self) -> TransferStats:
+        return TransferStats()
+
     def _land(self, request: Request, length: int, num_shared: int) -> int:
         """Write into the request's pages, whoever has them now: the device notices if they are somebody else's."""
         length = self._rng.choice([length, length, self._rng.randrange(length + 1)])
@@ -131,7 +141,7 @@ def make_engine(**settings_: Any) -> tuple[Engine, HistoryDevice]:
     pool_seed = settings_.pop("pool_seed", None)
     config = EngineConfig(model="fake", device="cpu", **{"page_size": 4, **settings_})
     device = HistoryDevice(num_pages, config.page_size, min(max_model_len, num_pages * config.page_size))
-    checkpoint = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(EOS,)))
+    checkpoint = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(EOS,), max_position_embeddings=1 << 20))
     link = HistoryPool(device, config.page_size, random.Random(pool_seed)) if pool_seed is not None else None
     return Engine(config, checkpoint=checkpoint, executor=device, link=link), device  # type: ignore[arg-type]
 

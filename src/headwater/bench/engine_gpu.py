@@ -19,9 +19,9 @@ import torch
 
 from headwater.bench.measure import Note, Rounds
 from headwater.engine.config import EngineConfig
-from headwater.engine.device import TORCH_DTYPES
 from headwater.engine.engine import Engine
 from headwater.engine.params import SamplingParams
+from headwater.kernels.dtypes import TORCH_DTYPES
 from headwater.models.config import ModelConfig
 
 LLAMA_8B = {

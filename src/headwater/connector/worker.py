@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job, Loaded
+from headwater.connector.stats import TransferStats
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
@@ -18,19 +18,6 @@ from headwater.transfer.view import PagedView
 
 DEFAULT_STAGING_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
 """On a GPU two halves of it are under way at a time, and copies below 64 MiB do not fill the bus."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferStats:
-    """What one rank moved."""
-
-    loaded_bytes: int = 0
-    saved_bytes: int = 0
-    load_seconds: float = 0.0
-    num_dropped: int = 0
-    """Chunks that were not saved, because staging was full or the pool failed."""
-    num_damaged: int = 0
-    """Chunks whose bytes did not verify; they were computed again."""
 
 
 class WorkerHalf:

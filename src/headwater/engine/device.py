@@ -9,7 +9,6 @@ import torch
 from headwater.engine.config import EngineConfig
 from headwater.errors import EngineConfigError
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_MEMORY_RATIO = {"cuda": 0.9, "cpu": 0.3}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from headwater.connector.worker import TransferStats
+from headwater.connector.stats import TransferStats
 from headwater.engine.batch import make_step_input
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import choose_placement
@@ -165,7 +165,7 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
-            pool=self._executor.pool_stats if isinstance(self._executor, Executor) else TransferStats(),
+            pool=self._link.stats(),
         )
 
     def reset_prefix_cache(self) -> int:
@@ -174,7 +174,11 @@ class Engine:
 
     def drain_saves(self, timeout_s: float) -> bool:
         """Wait until what was given to the pool is in it, or given up, on every rank; False if that takes longer."""
-        return not isinstance(self._executor, Executor) or self._executor.drain(timeout_s)
+        return self._link.drain(timeout_s)
+
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if a rank is gone. A step would find out as well; this is for when there is none."""
+        self._executor.check_alive()
 
     def check_integrity(self) -> None:
         """Verify the owner of every page. Raises EngineError. For tests: it looks at everything."""
@@ -196,8 +200,9 @@ class Engine:
     def _connect(self) -> Link:
         """Join the pool, if one is wanted."""
         connector = self.config.connector
-        if connector is None or not isinstance(self._executor, Executor):
+        if connector is None:
             return NoPool()
+        assert isinstance(self._executor, Executor), "only real ranks have KV to share"
         identity = engine_identity(self.checkpoint, self.placement.dtype, self.config.load_format)
         space = self._executor.connect(connector, identity)
         return PoolLink(space, connector, self._executor, dummy_page=self.plan.num_pages)
@@ -295,8 +300,8 @@ class Engine:
 
 def _check_length(config: EngineConfig, checkpoint: Checkpoint) -> None:
     """Before anything is loaded, and before tables of that length are made."""
-    most = getattr(checkpoint.config, "max_position_embeddings", None)
-    if config.max_model_len is not None and most is not None and config.max_model_len > most:
+    most = checkpoint.config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > most:
         raise EngineConfigError(f"--max-model-len is {config.max_model_len:,}; the model was made for {most:,} tokens")
 
 

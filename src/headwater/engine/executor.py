@@ -12,7 +12,8 @@ from torch import Tensor
 
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job, Loaded
-from headwater.connector.worker import TransferStats, WorkerHalf
+from headwater.connector.stats import TransferStats
+from headwater.connector.worker import WorkerHalf
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import Placement
@@ -54,6 +55,10 @@ class BaseExecutor(Protocol):
 
     def launch(self, step: StepInput, sampling: SamplingBatch) -> Pending:
         """Start a step; steps run in the order of their launches."""
+        ...
+
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if some part of it is gone."""
         ...
 
     def close(self) -> None:
@@ -106,6 +111,10 @@ class Executor:
         self._previous = sampled.token_ids
         return _to_host(sampled)
 
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if a rank is gone."""
+        self._ranks.check_alive()
+
     def connect(self, config: ConnectorConfig, identity: Identity) -> Space:
         """Join all ranks to the pool; returns rank 0's view of it. Raises what opening a pool raises."""
         group = secrets.randbits(63)
@@ -143,8 +152,7 @@ class Executor:
                 return ended
             time.sleep(LOAD_POLL_S)
 
-    @property
-    def pool_stats(self) -> TransferStats:
+    def transfer_stats(self) -> TransferStats:
         """What rank 0 moved; all zero without a pool."""
         return TransferStats() if self._half is None else self._half.stats()
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from headwater.engine.batch import StepInput
+from headwater.engine.inputs import resolve_tokens, stage
 from headwater.kernels.attention.base import AttentionBatch
 from headwater.models.context import StepContext
 
 if TYPE_CHECKING:
+    from headwater.engine.kvcache.paged import PagedKVCache
     from headwater.engine.runner import Runner
 
 MAX_GRAPH_SIZE = 256
@@ -31,13 +33,13 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """The graphs of one runner. Construction captures them all, largest first, in one memory pool."""
 
-    def __init__(self, runner: Runner, max_model_len: int) -> None:
-        assert runner.cache is not None
+    def __init__(self, runner: Runner, cache: PagedKVCache, max_num_seqs: int, max_model_len: int) -> None:
         self._runner = runner
+        self._cache = cache
         self._max_len = max_model_len
-        self._sizes = graph_sizes(runner._config.max_num_seqs)
-        self._page_size = page_size = runner._config.page_size
-        self._dummy_page = runner.cache.dummy_page
+        self._sizes = graph_sizes(max_num_seqs)
+        self._page_size = page_size = cache.page_size
+        self._dummy_page = cache.dummy_page
         size, width = self._sizes[-1], -(-max_model_len // page_size)
         device = runner.device
         self._token_ids = torch.zeros(size, dtype=torch.int64, device=device)
@@ -56,8 +58,6 @@ class DecodeGraphs:
 
     def run(self, step: StepInput, previous: Tensor | None) -> Tensor:
         """Replay the smallest graph that holds the step. The logits are valid until the next replay."""
-        from headwater.engine.runner import resolve_tokens, stage
-
         used = step.num_rows
         size = next(size for size in self._sizes if size >= used)
         padded = step.padded(size, self._dummy_page, self._page_size)
@@ -95,7 +95,6 @@ class DecodeGraphs:
             size,
             self._page_size,
         )
-        assert runner.cache is not None
         plan = runner.attention.plan(batch)
-        context = StepContext(self._positions[:size], self._slots[:size], runner.attention, plan, runner.cache)
+        context = StepContext(self._positions[:size], self._slots[:size], runner.attention, plan, self._cache)
         return runner.model.logits(runner.model.forward(self._token_ids[:size], context))

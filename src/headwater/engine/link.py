@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job, Loaded
 from headwater.connector.scheduler import SchedulerHalf
+from headwater.connector.stats import TransferStats
 
 if TYPE_CHECKING:
     from headwater.engine.request import Request
@@ -46,6 +47,14 @@ class Link(Protocol):
         """Loads that have ended since the last call; waits for one at most that long, if any is under way."""
         ...
 
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until what was given to the pool is in it, or given up; False if that takes longer."""
+        ...
+
+    def stats(self) -> TransferStats:
+        """What rank 0 moved."""
+        ...
+
 
 class NoPool:
     """The null object: nothing is there, and nothing is kept."""
@@ -67,6 +76,14 @@ class NoPool:
         """Nothing to wait for."""
         return []
 
+    def drain(self, timeout_s: float) -> bool:
+        """Nothing to wait for."""
+        return True
+
+    def stats(self) -> TransferStats:
+        """Nothing was moved."""
+        return TransferStats()
+
 
 class Mover(Protocol):
     """Whoever has the KV: all ranks of the engine."""
@@ -85,6 +102,14 @@ class Mover(Protocol):
 
     def wait_loaded(self, timeout_s: float) -> list[Loaded]:
         """Loads that have ended on all ranks; waits for one at most that long."""
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for the saves of all ranks."""
+        ...
+
+    def transfer_stats(self) -> TransferStats:
+        """What rank 0 moved."""
         ...
 
 
@@ -136,3 +161,11 @@ class PoolLink:
             LoadEnd(int(loaded.request_id), self._half.finish_load(loaded.request_id, loaded.num_chunks))
             for loaded in self._mover.wait_loaded(wait_s)
         ]
+
+    def drain(self, timeout_s: float) -> bool:
+        """Ask all ranks."""
+        return self._mover.drain(timeout_s)
+
+    def stats(self) -> TransferStats:
+        """Ask rank 0."""
+        return self._mover.transfer_stats()

@@ -141,10 +141,10 @@ class RankGroup:
                 sock.settimeout(None)
         return None
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether all the other ranks are. Cheap: asked beside other work."""
-        return all(process.poll() is None for process, _ in self._children)
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if one of the other ranks is gone. Cheap: asked while there is nothing to do."""
+        if any(process.poll() is not None for process, _ in self._children):
+            raise EngineDeadError(self.why_dead() or "a rank is gone")
 
     def close(self) -> None:
         """End the other ranks: close their sockets, wait, and kill what is left. A second call changes nothing."""

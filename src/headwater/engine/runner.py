@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,13 +17,15 @@ from headwater.connector.jobs import Loaded
 from headwater.connector.worker import WorkerHalf
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
-from headwater.engine.device import TORCH_DTYPES, Placement, rank_device
+from headwater.engine.device import Placement, rank_device
 from headwater.engine.graphs import DecodeGraphs
+from headwater.engine.inputs import resolve_tokens, stage
 from headwater.engine.kvcache import create_kv_cache, kv_page_bytes
 from headwater.engine.kvcache.paged import PagedKVCache
 from headwater.engine.sizing import MemoryReport, activation_peak, free_memory
 from headwater.kernels.attention import create_attention_backend
 from headwater.kernels.attention.base import AttentionBatch
+from headwater.kernels.dtypes import TORCH_DTYPES
 from headwater.kv.topology import Topology
 from headwater.models.checkpoint import Checkpoint
 from headwater.models.context import StepContext
@@ -87,7 +87,7 @@ class Runner:
         """Make the KV cache, and on a GPU capture the decode graphs."""
         self.cache = self._create_cache(num_pages)
         if self.device.type == "cuda" and self._config.cuda_graphs:
-            self._graphs = DecodeGraphs(self, max_model_len)
+            self._graphs = DecodeGraphs(self, self.cache, self._config.max_num_seqs, max_model_len)
 
     def connect(self, space: Space, config: ConnectorConfig, on_loaded: Callable[[Loaded], None]) -> WorkerHalf:
         """Join this rank's cache to the pool."""
@@ -149,40 +149,6 @@ class Runner:
         # The longest way through the sampler holds four float32 copies of the logits.
         logits = self.model.logits(hidden).float()
         torch.stack([logits] * 3)
-
-
-class Staged:
-    """A step's arrays on the device, from one transfer."""
-
-    __slots__ = ("kv_lens", "page_table", "positions", "query_starts", "sample_rows", "slots", "token_ids")
-
-    def __init__(self, longs: list[Tensor], ints: list[Tensor]) -> None:
-        self.token_ids, self.positions, self.slots, self.sample_rows = longs
-        self.query_starts, self.kv_lens, self.page_table = ints
-
-
-def stage(step: StepInput, device: torch.device) -> Staged:
-    """Bring a step to the device: one copy, from pinned memory where that matters."""
-    starts = np.zeros(len(step.query_lens) + 1, dtype=np.int32)
-    np.cumsum(step.query_lens, out=starts[1:])
-    longs: list[npt.NDArray[Any]] = [step.token_ids, step.positions, step.slots, step.sample_rows]
-    ints: list[npt.NDArray[Any]] = [starts, step.kv_lens, step.page_table]
-    packed = torch.from_numpy(np.frombuffer(b"".join(a.tobytes() for a in (*longs, *ints)), dtype=np.uint8).copy())
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    at, tensors = 0, []
-    for array in (*longs, *ints):
-        dtype = torch.int64 if array.dtype == np.int64 else torch.int32
-        tensors.append(packed[at : at + array.nbytes].view(dtype).view(array.shape))
-        at += array.nbytes
-    return Staged(tensors[:4], tensors[4:])
-
-
-def resolve_tokens(token_ids: Tensor, previous: Tensor | None) -> Tensor:
-    """Fill in the tokens that only the device knows (see `StepInput.token_ids`)."""
-    assert previous is not None, "a token in flight without a step that sampled it"
-    places = torch.where(token_ids < 0, -1 - token_ids, 0)
-    return torch.where(token_ids < 0, previous[places], token_ids)
 
 
 def _worst_step(rows: int, max_len: int, page_size: int) -> StepInput:

@@ -43,6 +43,7 @@ from headwater.serve.messages import (
 
 STATS_INTERVAL_S = 0.25
 PROGRESS_INTERVAL_S = 0.05
+IDLE_CHECK_S = 1.0  # a rank that dies while nothing runs is noticed so soon
 
 log = logging.getLogger("headwater.serve.worker")
 
@@ -55,6 +56,7 @@ class EngineLike(Protocol):
     def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Any: ...
     def abort(self, request_id: str) -> Any: ...
     def step(self) -> list[RequestOutput]: ...
+    def check_alive(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -88,14 +90,14 @@ class Channel:
             self._last_progress_s = now_s
             self.send(Progress(done_bytes, total_bytes))
 
-    def receive(self, *, block: bool) -> list[ToEngine]:
-        """The messages that are there; with `block`, at least one. Raises EOFError when the server is gone."""
+    def receive(self, *, wait_s: float | None) -> list[ToEngine]:
+        """The messages that are there; waits so long (None: for ever) for a first. Raises EOFError when the server is
+        gone."""
         messages: list[ToEngine] = []
         while not messages:
-            try:
-                data = self._sock.recv(READ_BYTES, 0 if block else socket.MSG_DONTWAIT)
-            except BlockingIOError:
+            if not select.select([self._sock], [], [], wait_s)[0]:
                 break
+            data = self._sock.recv(READ_BYTES)
             if not data:
                 raise EOFError("the server closed its end")
             messages += map(decode_to_engine, self._reader.feed(data))
@@ -111,7 +113,10 @@ def serve_engine(channel: Channel, running: Running) -> None:
         if not engine.has_work or now_s >= next_stats_s:
             channel.send(running.stats())
             next_stats_s = now_s + STATS_INTERVAL_S
-        for message in channel.receive(block=not engine.has_work):
+        messages = channel.receive(wait_s=0.0 if engine.has_work else IDLE_CHECK_S)
+        if not messages and not engine.has_work:
+            engine.check_alive()
+        for message in messages:
             match message:
                 case Submit():
                     _submit(channel, engine, message)
@@ -197,7 +202,7 @@ def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) ->
 
 
 def _start(channel: Channel, create: Creator) -> Running | None:
-    messages = channel.receive(block=True)
+    messages = channel.receive(wait_s=None)
     if len(messages) != 1 or not isinstance(messages[0], Start):
         raise EngineError(f"expected one Start, got {messages}")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -18,6 +19,8 @@ from headwater.stores.base import Status
 from headwater.transfer.convert import Span, plan_spans, scatter
 from headwater.transfer.staging import Slots
 from headwater.transfer.view import PagedView
+
+log = logging.getLogger(__name__)
 
 _Load = tuple[str, Sequence[ChunkRef], npt.NDArray[np.int32]]
 
@@ -72,7 +75,8 @@ class Loader:
             try:
                 num_loaded = self._load(name, chunks, block_ids, start + self._deadline_s)
             except Exception:
-                self.statuses[Status.MISS] += 1  # whatever it was, the engine computes what is missing
+                log.exception("a load failed; the engine computes what is missing")
+                self.statuses[Status.MISS] += 1
             finally:
                 self._cancelled.discard(name)
                 self.seconds += time.monotonic() - start

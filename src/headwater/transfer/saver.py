@@ -6,8 +6,10 @@ writes them to the pool. When staging is full the rest is dropped and counted: s
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -21,6 +23,10 @@ from headwater.stores.base import Status
 from headwater.transfer.convert import Span, gather, plan_spans
 from headwater.transfer.staging import Slots
 from headwater.transfer.view import PagedView
+
+log = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.005
 
 _Batch = tuple[list[ChunkRef], list[int]]
 
@@ -54,14 +60,9 @@ class Saver:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything that was taken is in the pool or given up."""
-        done = threading.Event()
-        deadline = threading.Timer(timeout_s, done.set)
-        deadline.start()
-        try:
-            while self._slots.num_free < self._slots.count and not done.is_set():
-                done.wait(0.005)
-        finally:
-            deadline.cancel()
+        deadline = time.monotonic() + timeout_s
+        while self._slots.num_free < self._slots.count and time.monotonic() < deadline:
+            time.sleep(DRAIN_POLL_S)
         return self._slots.num_free == self._slots.count
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -85,6 +86,7 @@ class Saver:
                 stored = zip(tiles, statuses, strict=True)
                 self.num_bytes += sum(tile.nbytes for tile, status in stored if status is Status.OK)
             except Exception:  # a pool that cannot be written costs the next server time, and this one nothing
+                log.exception("a save failed; %d chunks are dropped", len(chunks))
                 self.num_dropped += len(chunks)
             finally:
                 self._slots.give_back(slots)

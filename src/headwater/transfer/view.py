@@ -9,39 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headwater.errors import InvalidArgumentError
+from headwater.kernels.dtypes import TORCH_DTYPES
 from headwater.kernels.extent import Pages, PlaneRow
 from headwater.kv.spec import DTYPE_BYTES, KVSpec, Plane
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-}
-"""The element types of a spec as torch knows them. One-byte types may also be held as plain bytes."""
+from headwater.transfer.axes import Axes
 
 AXES = ("plane", "block", "token", "head", "dim")
 """Names for the axes of a cache's tensors."""
 
 PACKINGS = ("rows",)
 """How a token's vector lies in the cache: `rows` is element after element, at the stride of `dim`."""
-
-
-class Axes(NamedTuple):
-    """One number for each axis of a plane in the cache: its shape, or its strides."""
-
-    block: int
-    token: int
-    head: int
-    dim: int
 
 
 @dataclass(frozen=True, slots=True)

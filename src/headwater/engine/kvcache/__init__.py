@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headwater.engine.kvcache.base import Axes, CacheView, PlaneView
+from headwater.engine.kvcache.base import CacheView, PlaneView
 from headwater.engine.kvcache.layout import LAYOUTS, describe_cache, page_bytes
 from headwater.errors import EngineConfigError
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology
+from headwater.transfer.axes import Axes
 
 if TYPE_CHECKING:
     import torch

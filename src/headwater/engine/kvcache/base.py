@@ -6,18 +6,9 @@ The cache's own tensors are made from the same numbers (see `paged`), so a descr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from headwater.kv.spec import DTYPE_BYTES
-
-
-class Axes(NamedTuple):
-    """One number for each axis of a plane in the cache: its shape, or its strides."""
-
-    block: int
-    token: int
-    head: int
-    dim: int
+from headwater.transfer.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from headwater.engine.kvcache.base import Axes, CacheView, PlaneView
+from headwater.engine.kvcache.base import CacheView, PlaneView
 from headwater.errors import EngineConfigError
 from headwater.kv.spec import DTYPE_BYTES, KVSpec
 from headwater.kv.topology import Shard
+from headwater.transfer.axes import Axes
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     # All of a layer together: what most attention kernels expect.

@@ -8,16 +8,7 @@ from torch import Tensor
 
 from headwater.engine.kvcache.base import CacheView, PlaneView
 from headwater.errors import MemoryBudgetError
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-}
-"""The element types of a spec as torch knows them."""
+from headwater.kernels.dtypes import TORCH_DTYPES
 
 BASE_ALIGNMENT = 256
 
