@@ -21,7 +21,7 @@ from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.executor import Pending
-from headwater.engine.link import LoadEnd
+from headwater.engine.link import NOTHING, LoadEnd, LoadStart
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams
 from headwater.engine.request import Request
 from headwater.engine.sampler import Sampled, SamplingBatch
@@ -29,6 +29,8 @@ from headwater.errors import RequestError
 
 VOCAB = 50
 EOS = 7
+POISON: tuple[int, ...] = (-1,)
+"""KV that did not verify, or was computed from such."""
 
 
 def next_token(prefix: tuple[int, ...]) -> int:
@@ -65,6 +67,11 @@ class HistoryDevice:
                     for t in range(position + 1)
                 ]
                 assert at[-1] == step.slots[row]
+                if any(self.histories.get(at[t]) is POISON for t in range(position)):
+                    self.histories[at[-1]] = POISON
+                    samples += [EOS] if row in step.sample_rows else []
+                    row += 1
+                    continue
                 history = (*self.histories.get(at[position - 1], ()), token) if position else (token,)
                 assert len(history) == position + 1, "the KV before this token is not there"
                 for t in range(position):
@@ -93,22 +100,37 @@ class HistoryPool:
         self._rng = rng
         self._kept: set[tuple[int, ...]] = set()
         self._loads: dict[int, tuple[Request, int, int]] = {}
-        self.num_loads = 0
+        self._ended: list[LoadEnd] = []
+        self.num_loads = self.num_failed = 0
+        self.layerwise_part = 0.5
 
-    def start_load(self, request: Request, num_shared: int) -> bool:
+    def start_load(self, request: Request, num_shared: int) -> LoadStart:
         limit = len(request.tokens) - 1
         length = next((n for n in range(limit, 0, -1) if tuple(request.tokens[:n]) in self._kept), 0)
         if length <= request.num_computed or self._rng.random() < 0.2:
-            return False
+            return NOTHING
         self.num_loads += 1
+        if self._rng.random() < self.layerwise_part:
+            good = self._land(request, length, num_shared)
+            self._ended.append(LoadEnd(request.arrival, good))
+            self.num_failed += good < length
+            return LoadStart(True, length)
         self._loads[request.arrival] = (request, length, num_shared)
-        return True
+        return LoadStart(True, 0)
+
+    def begin_save(self, request: Request, num_tokens: int) -> None:
+        assert not request.is_loading
+        assert num_tokens <= len(request.tokens)
 
     def take_loaded(self, wait_s: float) -> list[LoadEnd]:
+        if self._ended and wait_s:
+            ended, self._ended = self._ended, []
+            return ended
         ended = [arrival for arrival in self._loads if wait_s or self._rng.random() < 0.5]
         return [LoadEnd(arrival, self._land(*self._loads.pop(arrival))) for arrival in ended]
 
     def save(self, request: Request, *, ends: bool) -> None:
+        assert not request.is_loading, "what is not known to be right is kept"
         known = request.tokens[: request.num_computed]
         if self._rng.random() < 0.7:
             self._kept.update(tuple(known[:n]) for n in range(1, len(known) + 1))
@@ -127,12 +149,12 @@ class HistoryPool:
 
     def _land(self, request: Request, length: int, num_shared: int) -> int:
         """Write into the request's pages, whoever has them now: the device notices if they are somebody else's."""
-        length = self._rng.choice([length, length, self._rng.randrange(length + 1)])
+        good = self._rng.choice([length, length, self._rng.randrange(length + 1)])
         for position in range(num_shared * self._page_size, length):
             page, offset = divmod(position, self._page_size)
             slot = int(request.page_row[page]) * self._page_size + offset
-            self._device.histories[slot] = tuple(request.tokens[: position + 1])
-        return length
+            self._device.histories[slot] = tuple(request.tokens[: position + 1]) if position < good else POISON
+        return good
 
 
 def make_engine(**settings_: Any) -> tuple[Engine, HistoryDevice]:
@@ -240,10 +262,11 @@ def test_a_cache_too_small_preempts_and_goes_on() -> None:
 
 def test_an_abort_while_kv_is_on_its_way_keeps_the_pages_until_it_has_come() -> None:
     engine, _ = make_engine(pool_seed=4, prefix_cache="naive")
-    pool = engine._link
+    pool: Any = engine._link
+    pool.layerwise_part = 0.0
     prompt = list(range(20))
-    pool._kept = {tuple(prompt[:n]) for n in range(1, 20)}  # type: ignore[attr-defined]
-    pool.take_loaded = lambda wait_s: []  # type: ignore[method-assign]
+    pool._kept = {tuple(prompt[:n]) for n in range(1, 20)}
+    pool.take_loaded = lambda wait_s: []
     engine.add("a", prompt, GREEDY)
     engine.step()
     assert engine._scheduler.running[0].is_loading
@@ -253,9 +276,25 @@ def test_an_abort_while_kv_is_on_its_way_keeps_the_pages_until_it_has_come() -> 
     engine.check_integrity()
     assert engine.stats().num_pages - engine.stats().num_pages_free == held
     assert engine.has_work
-    del pool.take_loaded  # type: ignore[attr-defined]
+    del pool.take_loaded
     run(engine)
     assert engine.stats().num_pages_free == engine.stats().num_pages
+
+
+def test_a_step_whose_kv_did_not_verify_is_taken_back() -> None:
+    engine, device = make_engine(pool_seed=1, prefix_cache="radix")
+    pool: Any = engine._link
+    pool.layerwise_part = 1.0
+    prompt = list(range(20))
+    pool._kept = {tuple(prompt[:n]) for n in range(1, 20)}
+    for i in range(12):
+        engine.add(f"r{i}", prompt, SamplingParams(max_tokens=3, ignore_eos=True))
+        got, _ = run(engine)
+        assert got[f"r{i}"] == expected(prompt, SamplingParams(max_tokens=3, ignore_eos=True), 64)[0]
+        engine.check_integrity()
+        engine.reset_prefix_cache()
+    assert 0 < pool.num_failed < pool.num_loads
+    assert engine.stats().num_prompt_tokens == 12 * len(prompt)
 
 
 def test_two_identical_prompts_in_one_step_share_pages_afterwards() -> None:

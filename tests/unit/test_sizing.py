@@ -49,6 +49,16 @@ def test_the_rank_with_the_least_decides_and_each_is_shown() -> None:
     assert "rank 1: 0.5 × 10.0 GiB free before loading - 3.0 GiB taken" in made.explanation
 
 
+def test_what_stands_between_cache_and_pool_is_set_aside() -> None:
+    made = plan(staging_bytes=GIB)
+    assert made.num_pages == 1023
+    assert "- 1.0 GiB between KV and pool = 1.0 GiB for KV" in made.explanation
+    assert (
+        plan(USUAL, USUAL, shared=True, staging_bytes=GIB // 4, memory_ratio=0.8).num_pages
+        == plan(USUAL, USUAL, shared=True, memory_ratio=0.8).num_pages - 256
+    )
+
+
 def test_no_more_pages_than_all_requests_could_use() -> None:
     made = plan(max_num_seqs=3, max_model_len=100)
     assert made.num_pages == 3 * 7

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from headwater.errors import EngineConfigError
 
 ROLES = ("both", "producer", "consumer")
-LOAD_MODES = ("async", "blocking")
+LOAD_MODES = ("async", "layerwise", "blocking")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,16 @@ class ConnectorConfig:
     save_decoded: bool = True
     """Save what was generated, too, and not only prompts."""
     load_mode: str = "async"
-    """"async": a request waits outside the batch until its KV is there; "blocking": the whole engine waits for it."""
+    """"async": a request waits outside the batch until its KV is there. "layerwise": it computes the rest of its prompt
+    at once, each layer as soon as its KV is there. "blocking": the whole engine waits for it."""
     min_load_tokens: int = 32
     """Fewer tokens than this are computed faster than fetched."""
     load_deadline_s: float = 5.0
     """For one request's KV; what is not there by then is computed."""
     save_deadline_s: float = 2.0
+    group_bytes: int | None = None
+    """Layers that move while others are computed go together until they have so many bytes; None: 8 MiB on a CPU, 32
+    on a GPU."""
     staging_bytes: int | None = None
     """Memory between the engine and the pool, per rank and direction, on the device of the cache; None: 256 MiB on a
     CPU, 512 on a GPU. When it is full, saves are dropped."""
@@ -38,8 +42,9 @@ class ConnectorConfig:
     def __post_init__(self) -> None:
         _one_of("role", self.role, ROLES)
         _one_of("load_mode", self.load_mode, LOAD_MODES)
-        if self.min_load_tokens < 1 or (self.staging_bytes is not None and self.staging_bytes < 1):
-            raise EngineConfigError("min_load_tokens and staging_bytes must be at least 1")
+        for name in ("min_load_tokens", "group_bytes", "staging_bytes"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise EngineConfigError(f"{name} is {value}; expected at least 1")
         if self.load_deadline_s <= 0 or self.save_deadline_s <= 0:
             raise EngineConfigError("deadlines must be above 0 s")
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job
+from headwater.connector.lookups import Lookups
 from headwater.kv.hashing import ChunkKeys, ChunkRef
 from headwater.pool.space import Match, Space
 
@@ -16,13 +17,14 @@ from headwater.pool.space import Match, Space
 class _Known:
     """What is remembered of one request."""
 
-    __slots__ = ("job", "keys", "match", "num_saved")
+    __slots__ = ("is_leased", "job", "keys", "match", "num_saved")
 
     def __init__(self, keys: ChunkKeys) -> None:
         self.keys = keys
         self.match: Match | None = None
         self.job: Job | None = None
         """The load under way."""
+        self.is_leased = False
         self.num_saved = 0
         """Tokens, from the first on, that are in the pool or on their way there."""
 
@@ -33,17 +35,19 @@ class SchedulerHalf:
     def __init__(self, space: Space, config: ConnectorConfig) -> None:
         self._space = space
         self._config = config
+        self._lookups = Lookups(local=space.local_index)
         self._known: dict[str, _Known] = {}
 
     def num_matched(self, request_id: str, tokens: Sequence[int], max_tokens: int) -> int:
         """How many of the first `max_tokens` tokens the pool has. No side effects; asked again, it looks again.
 
-        Cost: hashing what is new of the tokens, and a few microseconds a chunk.
+        Cost: hashing what is new of the tokens, and a few microseconds a chunk; where the pool's index is not on this
+        host, what `lookups` allows at most.
         """
         if not self._config.loads:
             return 0
-        known = self._know(request_id, tokens)
-        known.match = self._space.match(known.keys, max_tokens=max_tokens)
+        known = self._know(request_id, tokens, len(tokens))
+        known.match = self._lookups.ask(lambda: self._space.match(known.keys, max_tokens=max_tokens), Match(()))
         return known.match.num_tokens
 
     def start_load(
@@ -55,9 +59,11 @@ class SchedulerHalf:
         dummy block.
         """
         known = self._known[request_id]
-        assert known.match is not None, "start_load before num_matched"
-        self._space.lease(known.match, request_id)
-        wanted = tuple(c for c in known.match.chunks if c.first_token + c.num_tokens > num_local)
+        match = known.match
+        assert match is not None, "start_load before num_matched"
+        known.is_leased = True
+        self._lookups.ask(lambda: self._space.lease(match, request_id), None)
+        wanted = tuple(c for c in match.chunks if c.first_token + c.num_tokens > num_local)
         targets = block_ids.copy()
         targets[:num_shared] = dummy_block
         known.job = Job(request_id, wanted, targets)
@@ -69,7 +75,7 @@ class SchedulerHalf:
         if known is None or known.job is None:
             return 0
         job, known.job = known.job, None
-        self._space.release(request_id)
+        self._release(request_id, known)
         if not num_chunks:
             return 0
         last = job.chunks[num_chunks - 1]
@@ -77,40 +83,56 @@ class SchedulerHalf:
         return last.first_token + last.num_tokens
 
     def collect(
-        self, request_id: str, tokens: Sequence[int], num_prompt: int, block_ids: npt.NDArray[np.int32], *, ends: bool
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        num_prompt: int,
+        block_ids: npt.NDArray[np.int32],
+        *,
+        ends: bool,
+        num_computed: int | None = None,
     ) -> Job | None:
         """The job that saves the chunks which have become complete; at the `end` of a request also its tail.
 
-        `tokens` are those whose KV is in the blocks. What the pool has already is left out.
+        The KV of the first `num_computed` tokens (None: of all) is in the blocks. What the pool has already is left
+        out. Asked at every step, so that most calls, which find nothing new, cost a microsecond.
         """
         if not self._config.saves:
             return None
-        num_tokens = len(tokens) if self._config.save_decoded else min(len(tokens), num_prompt)
+        num_tokens = len(tokens) if num_computed is None else num_computed
+        if not self._config.save_decoded:
+            num_tokens = min(num_tokens, num_prompt)
         size = self._space.chunk_tokens
-        if num_tokens < size and not ends:
-            return None
-        known = self._know(request_id, tokens)
         limit = num_tokens if ends else num_tokens // size * size
-        if limit <= known.num_saved:
+        seen = self._known.get(request_id)
+        if limit <= (0 if seen is None else seen.num_saved):
             return None
+        known = self._know(request_id, tokens, limit)
         chunks = self._chunks(known.keys, known.num_saved, limit)
         known.num_saved = limit
-        missing = [chunk for chunk, there in zip(chunks, self._space.exists(chunks), strict=True) if not there]
+        exist = self._lookups.ask(lambda: self._space.exists(chunks), [False] * len(chunks))
+        missing = [chunk for chunk, there in zip(chunks, exist, strict=True) if not there]
         # Children of what is missing are sent too: the pool takes chunks in order, parents before children.
         chunks = chunks[chunks.index(missing[0]) :] if missing else []
         return Job(request_id, tuple(chunks), block_ids.copy()) if chunks else None
 
     def forget(self, request_id: str) -> None:
         """The request is over. Idempotent."""
-        if self._known.pop(request_id, None) is not None:
-            self._space.release(request_id)
+        if (known := self._known.pop(request_id, None)) is not None:
+            self._release(request_id, known)
 
-    def _know(self, request_id: str, tokens: Sequence[int]) -> _Known:
+    def _release(self, request_id: str, known: _Known) -> None:
+        if known.is_leased:
+            known.is_leased = False
+            self._lookups.tell(lambda: self._space.release(request_id))
+
+    def _know(self, request_id: str, tokens: Sequence[int], limit: int) -> _Known:
+        """What is remembered of a request, with the keys of its first `limit` tokens at least."""
         known = self._known.get(request_id)
         if known is None:
             known = self._known[request_id] = _Known(self._space.keys())
-        if len(tokens) > known.keys.num_tokens:
-            known.keys.extend(tokens[known.keys.num_tokens :])
+        if limit > known.keys.num_tokens:
+            known.keys.extend(tokens[known.keys.num_tokens : limit])
         return known
 
     def _chunks(self, keys: ChunkKeys, start: int, limit: int) -> list[ChunkRef]:

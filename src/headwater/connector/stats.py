@@ -16,3 +16,11 @@ class TransferStats:
     """Chunks that were not saved, because staging was full or the pool failed."""
     num_damaged: int = 0
     """Chunks whose bytes did not verify; they were computed again."""
+    num_asked_tokens: int = 0
+    """Tokens of requests that were looked up in the pool."""
+    num_matched_tokens: int = 0
+    """Of those: tokens that the pool had."""
+    num_loaded_tokens: int = 0
+    """Of those: tokens that came from the pool; the others the engine had itself, or they did not come in time."""
+    wait_seconds: float = 0.0
+    """Time that requests waited for their loads, all requests together."""

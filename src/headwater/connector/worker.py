@@ -12,12 +12,19 @@ from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.transfer.device_loader import DeviceLoader
 from headwater.transfer.device_saver import DeviceSaver
+from headwater.transfer.layers import CPU_GROUP_BYTES, GPU_GROUP_BYTES
 from headwater.transfer.loader import Loader
 from headwater.transfer.saver import Saver
 from headwater.transfer.view import PagedView
 
 DEFAULT_STAGING_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
 """On a GPU two halves of it are under way at a time, and copies below 64 MiB do not fill the bus."""
+DEFAULT_GROUP_BYTES = {"cpu": CPU_GROUP_BYTES, "cuda": GPU_GROUP_BYTES}
+
+
+def staging_bytes(config: ConnectorConfig | None, device_type: str) -> int:
+    """Memory of a device that one rank's worker half takes, both directions together; none without a pool."""
+    return 0 if config is None else 2 * (config.staging_bytes or DEFAULT_STAGING_BYTES[device_type])
 
 
 class WorkerHalf:
@@ -31,15 +38,24 @@ class WorkerHalf:
         config: ConnectorConfig,
         on_loaded: Callable[[Loaded], None],
     ) -> None:
-        on_gpu = view.device.type == "cuda"
-        staging_bytes = config.staging_bytes or DEFAULT_STAGING_BYTES["cuda" if on_gpu else "cpu"]
-        make_saver, make_loader = (DeviceSaver, DeviceLoader) if on_gpu else (Saver, Loader)
-        self._saver = make_saver(space, view, shard, staging_bytes=staging_bytes, deadline_s=config.save_deadline_s)
+        kind = "cuda" if view.device.type == "cuda" else "cpu"
+        each = staging_bytes(config, kind) // 2
+        group_bytes = config.group_bytes or DEFAULT_GROUP_BYTES[kind]
+        make_saver, make_loader = (DeviceSaver, DeviceLoader) if kind == "cuda" else (Saver, Loader)
+        self._saver = make_saver(
+            space,
+            view,
+            shard,
+            staging_bytes=each,
+            group_bytes=group_bytes,
+            deadline_s=config.save_deadline_s,
+        )
         self._loader = make_loader(
             space,
             view,
             shard,
-            staging_bytes=staging_bytes,
+            staging_bytes=each,
+            group_bytes=group_bytes,
             deadline_s=config.load_deadline_s,
             on_done=lambda name, count: on_loaded(Loaded(name, count)),
         )
@@ -48,9 +64,26 @@ class WorkerHalf:
         """Take the job's KV out of the cache now and store it in the background."""
         self._saver.save(job.chunks, job.block_ids)
 
-    def load(self, job: Job) -> None:
-        """Bring the job's KV into its blocks in the background."""
-        self._loader.load(job.request_id, job.chunks, job.block_ids)
+    def begin_save(self, job: Job) -> None:
+        """Take the job's KV out of the cache layer by layer, in the course of the step that computes it."""
+        self._saver.begin(job.chunks, job.block_ids)
+
+    def load(self, job: Job, *, layerwise: bool = False) -> None:
+        """Bring the job's KV into its blocks in the background; with `layerwise`, for a step that begins now."""
+        self._loader.load(job.request_id, job.chunks, job.block_ids, layerwise=layerwise)
+
+    @property
+    def follows_layers(self) -> bool:
+        """Whether the coming step must call `before_layer` and `after_layer`."""
+        return self._saver.has_open or self._loader.has_open
+
+    def before_layer(self, layer: int) -> None:
+        """Wait for the KV of one layer (of the whole model). On a GPU the stream waits, the caller hardly."""
+        self._loader.wait_layer(layer)
+
+    def after_layer(self, layer: int) -> None:
+        """The step has written its KV of one layer: save it, if somebody wants to."""
+        self._saver.layer_done(layer)
 
     def cancel(self, request_id: str) -> None:
         """The request is gone: stop its load if it has not ended."""

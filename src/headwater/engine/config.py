@@ -49,6 +49,8 @@ class EngineConfig:
     pool_role: str = "both"
     pool_load: str = "async"
     pool_saves_decoded: bool = True
+    pool_group_bytes: int | None = None
+    """Layers that move while others are computed go together until they have so many bytes; None: as suits."""
 
     @property
     def connector(self) -> ConnectorConfig | None:
@@ -56,7 +58,11 @@ class EngineConfig:
         if self.pool is None:
             return None
         return ConnectorConfig(
-            pool=self.pool, role=self.pool_role, load_mode=self.pool_load, save_decoded=self.pool_saves_decoded
+            pool=self.pool,
+            role=self.pool_role,
+            load_mode=self.pool_load,
+            save_decoded=self.pool_saves_decoded,
+            group_bytes=self.pool_group_bytes,
         )
 
     def __post_init__(self) -> None:
@@ -72,6 +78,11 @@ class EngineConfig:
                 _at_least_one(name, getattr(self, name))
         if self.memory_ratio is not None and not 0.0 < self.memory_ratio <= 1.0:
             raise EngineConfigError(f"memory_ratio is {self.memory_ratio}; expected above 0 and at most 1")
+        if self.tensor_parallel_size > 1 and self.pool is not None and self.pool.startswith("memory:"):
+            raise EngineConfigError(
+                f"a memory:// pool lives in one process, and each of the {self.tensor_parallel_size} ranks would have "
+                "one of its own and find nothing; use shm:// or file://"
+            )
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -147,7 +147,7 @@ class Engine:
             self._take_loaded(wait_s=LOAD_WAIT_S)  # nothing to compute: then there is nothing but loads to wait for
         outputs += self._land()
         self._in_flight = launched
-        if not self._overlap:
+        if not self._overlap or step.is_loading:
             outputs += self._land()
         return outputs
 
@@ -220,8 +220,7 @@ class Engine:
     def _launch(self, step: Step) -> _InFlight:
         sampling = make_sampling_batch(step.sampled, self._executor.vocab_size)
         step_input = make_step_input(step, self.config.page_size)
-        for request in step.sampled:
-            self._count_admission(request)
+        self._scheduler.launching(step)
         pending = self._executor.launch(step_input, sampling)
         self._scheduler.launched(step)
         self._num_steps += 1
@@ -235,11 +234,14 @@ class Engine:
         self._in_flight = None
         requests = step.sampled
         sampled = pending.wait()
+        while step.is_loading:  # computed with KV that came meanwhile: was it right?
+            self._executor.check_alive()
+            self._take_loaded(wait_s=LOAD_WAIT_S)
         logprobs = unpack_logprobs(sampling, requests, sampled)
         outputs = []
         for row, (request, token) in enumerate(zip(requests, sampled.token_ids.tolist(), strict=True)):
-            if request.finish_reason is not None:
-                continue  # it stopped or was aborted while this step was on its way
+            if request.finish_reason is not None or not request.num_in_flight:
+                continue  # it stopped or was aborted while this step was on its way, or its step was taken back
             self._scheduler.landed(request, token)
             self._num_generated_tokens += 1
             outputs.append(self._output(request, token, logprobs.get(row)))
@@ -248,6 +250,9 @@ class Engine:
     def _output(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         said = None if logprobs is None else [logprobs]
         num_known = len(request.tokens) - request.num_prompt  # a further one may be in flight already
+        if num_known == 1:
+            self._num_prompt_tokens += request.num_prompt
+            self._num_cached_tokens += request.num_cached or 0
         if token in request.stop_ids and num_known > request.params.min_tokens:
             return self._finish(request, FinishReason.STOP, [token], said)
         if num_known >= request.max_tokens:
@@ -260,12 +265,6 @@ class Engine:
         self._scheduler.finish(request, reason)
         del self._requests[request.id]
         return _make_output(request, tokens, logprobs)
-
-    def _count_admission(self, request: Request) -> None:
-        """Count a prompt once, when its first token is sampled."""
-        if request.num_outputs == 0:
-            self._num_prompt_tokens += request.num_prompt
-            self._num_cached_tokens += request.num_cached or 0
 
     def _check_prompt(self, prompt: Sequence[int]) -> list[int]:
         tokens = [int(token) for token in prompt]

@@ -13,7 +13,7 @@ from torch import Tensor
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job, Loaded
 from headwater.connector.stats import TransferStats
-from headwater.connector.worker import WorkerHalf
+from headwater.connector.worker import WorkerHalf, staging_bytes
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import Placement
@@ -130,12 +130,18 @@ class Executor:
         self._ranks.save(job)
         self._half.save(job)
 
-    def load(self, job: Job) -> None:
-        """Bring KV into the cache, on every rank."""
+    def begin_save(self, job: Job) -> None:
+        """Take KV out of the cache in the course of the next step, on every rank."""
+        assert self._half is not None
+        self._ranks.begin_save(job)
+        self._half.begin_save(job)
+
+    def load(self, job: Job, *, layerwise: bool) -> None:
+        """Bring KV into the cache, on every rank; with `layerwise` the next step waits for it layer by layer."""
         assert self._half is not None
         self._loads[job.request_id] = []
-        self._ranks.load(job)
-        self._half.load(job)
+        self._ranks.load(job, layerwise=layerwise)
+        self._half.load(job, layerwise=layerwise)
 
     def cancel(self, request_id: str) -> None:
         """Stop a load."""
@@ -191,6 +197,7 @@ class Executor:
             max_num_seqs=config.max_num_seqs,
             explicit=config.num_pages,
             shared=placement.device.type == "cpu",
+            staging_bytes=staging_bytes(config.connector, placement.device.type),
         )
         self._ranks.allocate(plan.num_pages, plan.max_model_len)
         self._runner.allocate(plan.num_pages, plan.max_model_len)

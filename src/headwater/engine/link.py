@@ -5,6 +5,8 @@ Requests are known to the pool by their arrival: their own ids may be used again
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from headwater.connector.config import ConnectorConfig
@@ -24,11 +26,28 @@ class LoadEnd(NamedTuple):
     num_tokens: int
 
 
+class LoadStart(NamedTuple):
+    """What became of a wish to load."""
+
+    is_loading: bool
+    """The request's pages are being written; a `LoadEnd` follows."""
+    num_tokens: int
+    """The request may go on as if the KV of its first so many tokens were there: it is, or each layer of it will be
+    when the step gets there. Whether it was right is known when the load has ended."""
+
+
+NOTHING = LoadStart(False, 0)
+
+
 class Link(Protocol):
     """What the scheduler asks for. All of it is cheap: what takes long happens elsewhere."""
 
-    def start_load(self, request: Request, num_shared: int) -> bool:
-        """Bring what the pool has beyond `request.num_computed`, if that is worth it. True: the request must wait."""
+    def start_load(self, request: Request, num_shared: int) -> LoadStart:
+        """Bring what the pool has beyond `request.num_computed`, if that is worth it."""
+        ...
+
+    def begin_save(self, request: Request, num_tokens: int) -> None:
+        """Keep what the coming step completes: it computes the request's KV up to `num_tokens`."""
         ...
 
     def save(self, request: Request, *, ends: bool) -> None:
@@ -59,9 +78,12 @@ class Link(Protocol):
 class NoPool:
     """The null object: nothing is there, and nothing is kept."""
 
-    def start_load(self, request: Request, num_shared: int) -> bool:
+    def start_load(self, request: Request, num_shared: int) -> LoadStart:
         """Nothing to load."""
-        return False
+        return NOTHING
+
+    def begin_save(self, request: Request, num_tokens: int) -> None:
+        """Nothing to do."""
 
     def save(self, request: Request, *, ends: bool) -> None:
         """Nothing to do."""
@@ -92,8 +114,12 @@ class Mover(Protocol):
         """Take KV out of the cache, on every rank."""
         ...
 
-    def load(self, job: Job) -> None:
-        """Bring KV into the cache, on every rank."""
+    def begin_save(self, job: Job) -> None:
+        """Take KV out of the cache in the course of the next step, on every rank."""
+        ...
+
+    def load(self, job: Job, *, layerwise: bool) -> None:
+        """Bring KV into the cache, on every rank; with `layerwise` the next step waits for it layer by layer."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -121,31 +147,53 @@ class PoolLink:
         self._config = config
         self._mover = mover
         self._dummy_page = dummy_page
+        self._started: dict[str, tuple[float, int]] = {}
+        """When each load under way began, and how many tokens the engine had itself."""
+        self._num_asked = self._num_matched = self._num_loaded = 0
+        self._wait_seconds = 0.0
 
-    def start_load(self, request: Request, num_shared: int) -> bool:
+    def start_load(self, request: Request, num_shared: int) -> LoadStart:
         """Ask the pool, and start the load where it has enough. In blocking mode it has ended on return."""
         # The last token's KV may come along, but the token itself is computed: the next one is sampled from it.
         num_matched = self._half.num_matched(str(request.arrival), request.tokens, len(request.tokens))
         num_matched = min(num_matched, len(request.tokens) - 1)
+        self._num_asked += len(request.tokens) - 1
+        self._num_matched += num_matched
         if num_matched - request.num_computed < self._config.min_load_tokens:
-            return False
+            return NOTHING
         block_ids = request.page_row[: len(request.pages)]
         job = self._half.start_load(str(request.arrival), request.num_computed, block_ids, num_shared, self._dummy_page)
-        self._mover.load(job)
-        if self._config.load_mode == "async":
-            return True
+        self._started[job.request_id] = time.monotonic(), request.num_computed
+        mode = self._config.load_mode
+        self._mover.load(job, layerwise=mode == "layerwise")
+        if mode == "async":
+            return LoadStart(True, 0)
+        if mode == "layerwise":
+            return LoadStart(True, num_matched)
         while not (ended := self.take_loaded(wait_s=1.0)):
             pass
-        request.num_computed = max(request.num_computed, min(ended[0].num_tokens, len(request.tokens) - 1))
-        return False
+        return LoadStart(False, min(ended[0].num_tokens, len(request.tokens) - 1))
+
+    def begin_save(self, request: Request, num_tokens: int) -> None:
+        """Hash what is new, ask what is missing, and have the ranks take it layer by layer."""
+        if (job := self._collect(request, num_tokens, ends=False)) is not None:
+            self._mover.begin_save(job)
 
     def save(self, request: Request, *, ends: bool) -> None:
         """Hash what is new, ask what is missing, and have the ranks take it."""
-        tokens = request.tokens[: min(request.num_computed, len(request.tokens))]
-        block_ids = request.page_row[: len(request.pages)]
-        job = self._half.collect(str(request.arrival), tokens, request.num_prompt, block_ids, ends=ends)
-        if job is not None:
+        num_tokens = min(request.num_computed, len(request.tokens))
+        if (job := self._collect(request, num_tokens, ends=ends)) is not None:
             self._mover.save(job)
+
+    def _collect(self, request: Request, num_tokens: int, *, ends: bool) -> Job | None:
+        return self._half.collect(
+            str(request.arrival),
+            request.tokens,
+            request.num_prompt,
+            request.page_row[: len(request.pages)],
+            ends=ends,
+            num_computed=num_tokens,
+        )
 
     def cancel(self, request: Request) -> None:
         """Stop its load; the end of it is still reported."""
@@ -157,15 +205,25 @@ class PoolLink:
 
     def take_loaded(self, wait_s: float) -> list[LoadEnd]:
         """Ask the ranks. Cheap where no load is under way."""
-        return [
-            LoadEnd(int(loaded.request_id), self._half.finish_load(loaded.request_id, loaded.num_chunks))
-            for loaded in self._mover.wait_loaded(wait_s)
-        ]
+        ended = []
+        for name, num_chunks in ((loaded.request_id, loaded.num_chunks) for loaded in self._mover.wait_loaded(wait_s)):
+            num_tokens = self._half.finish_load(name, num_chunks)
+            start_s, num_local = self._started.pop(name)
+            self._wait_seconds += time.monotonic() - start_s
+            self._num_loaded += max(0, num_tokens - num_local)
+            ended.append(LoadEnd(int(name), num_tokens))
+        return ended
 
     def drain(self, timeout_s: float) -> bool:
         """Ask all ranks."""
         return self._mover.drain(timeout_s)
 
     def stats(self) -> TransferStats:
-        """Ask rank 0."""
-        return self._mover.transfer_stats()
+        """What was asked for here, and what rank 0 moved."""
+        return replace(
+            self._mover.transfer_stats(),
+            num_asked_tokens=self._num_asked,
+            num_matched_tokens=self._num_matched,
+            num_loaded_tokens=self._num_loaded,
+            wait_seconds=self._wait_seconds,
+        )

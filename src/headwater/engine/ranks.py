@@ -97,9 +97,14 @@ class RankGroup:
         """Have the other ranks take KV out of their caches, after the steps so far and before the next."""
         self._tell("save", *job.to_wire())
 
-    def load(self, job: Job) -> None:
+    def begin_save(self, job: Job) -> None:
+        """Have the other ranks take KV out of their caches in the course of the next step."""
+        self._tell("begin_save", *job.to_wire())
+
+    def load(self, job: Job, *, layerwise: bool) -> None:
         """Have the other ranks bring KV into their caches."""
-        self._tell("load", *job.to_wire())
+        fields, arrays = job.to_wire()
+        self._tell("load", {**fields, "layerwise": layerwise}, arrays)
 
     def cancel(self, request_id: str) -> None:
         """Stop a load."""
@@ -228,7 +233,10 @@ def _follow(sock: socket.socket, runner: Runner, config: EngineConfig) -> None:
             elif half is not None and message.kind == "save":
                 half.save(Job.from_wire(message.fields, message.arrays))
             elif half is not None and message.kind == "load":
-                half.load(Job.from_wire(message.fields, message.arrays))
+                job = Job.from_wire(message.fields, message.arrays)
+                half.load(job, layerwise=bool(message.fields["layerwise"]))
+            elif half is not None and message.kind == "begin_save":
+                half.begin_save(Job.from_wire(message.fields, message.arrays))
             elif half is not None and message.kind == "drain":
                 send(sock, "drained", {"done": half.drain(float(message.fields["timeout_s"]))})
             elif half is not None and message.kind == "cancel":

@@ -30,6 +30,7 @@ class Request:
         "id",
         "is_loading",
         "max_tokens",
+        "num_assumed",
         "num_cached",
         "num_computed",
         "num_in_flight",
@@ -77,7 +78,9 @@ class Request:
         self.num_cached: int | None = None
         """Prompt tokens found in the cache at the first admission; None before it."""
         self.is_loading = False
-        """Its KV is on the way from the pool into its pages: nobody else may have them, and it cannot run yet."""
+        """Its KV is on the way from the pool into its pages: nobody else may have them, and it cannot run, unless …"""
+        self.num_assumed = 0
+        """… it runs at the same time, as if the KV of so many tokens were there, and takes its step back if not."""
         self.finish_reason: FinishReason | None = None
 
     @property

@@ -28,7 +28,7 @@ from headwater.kernels.attention.base import AttentionBatch
 from headwater.kernels.dtypes import TORCH_DTYPES
 from headwater.kv.topology import Topology
 from headwater.models.checkpoint import Checkpoint
-from headwater.models.context import StepContext
+from headwater.models.context import NO_HOOKS, StepContext
 from headwater.models.decoder import build_model
 from headwater.models.parallel import TensorParallel
 from headwater.models.weights import load_weights
@@ -64,6 +64,7 @@ class Runner:
         self.attention = create_attention_backend(config.attention_backend, self.device)
         self.cache: PagedKVCache | None = None
         self._graphs: DecodeGraphs | None = None
+        self._half: WorkerHalf | None = None
         free_before = free_memory(self.device)
         self.model = build_model(
             checkpoint.config,
@@ -96,13 +97,15 @@ class Runner:
         view = view_description(self.spec, self.cache.view, self.cache.data)
         # With the dummy page, which takes what must not be written over pages that others use.
         view = replace(view, num_blocks=self.cache.num_pages + 1)
-        return WorkerHalf(space, view, shard, config, on_loaded)
+        self._half = WorkerHalf(space, view, shard, config, on_loaded)
+        return self._half
 
     @torch.inference_mode()
     def forward(self, step: StepInput, previous: Tensor | None) -> Tensor:
         """Logits of `step.sample_rows` [samples, vocab], on the device. `previous`: the samples of the step before."""
         assert self.cache is not None, "forward before allocate"
-        if self._graphs is not None and self._graphs.fits(step):
+        hooks = self._half if self._half is not None and self._half.follows_layers else NO_HOOKS
+        if self._graphs is not None and hooks is NO_HOOKS and self._graphs.fits(step):
             return self._graphs.run(step, previous)
         staged = stage(step, self.device)
         token_ids = resolve_tokens(staged.token_ids, previous) if step.has_in_flight else staged.token_ids
@@ -115,7 +118,8 @@ class Runner:
             step.num_decodes,
             self._config.page_size,
         )
-        context = StepContext(staged.positions, staged.slots, self.attention, self.attention.plan(batch), self.cache)
+        plan = self.attention.plan(batch)
+        context = StepContext(staged.positions, staged.slots, self.attention, plan, self.cache, hooks)
         hidden = self.model.forward(token_ids, context)
         return self.model.logits(hidden.index_select(0, staged.sample_rows))
 

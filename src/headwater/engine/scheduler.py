@@ -41,6 +41,11 @@ class Step:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
+    def is_loading(self) -> bool:
+        """Whether some of its requests run with KV that is still coming."""
+        return any(chunk.request.is_loading for chunk in self.chunks)
+
+    @property
     def sampled(self) -> list[Request]:
         """The requests that get a token, in the order of the samples."""
         return [chunk.request for chunk in self.chunks if chunk.samples]
@@ -96,13 +101,19 @@ class Scheduler:
                 chunks.append(_chunk(request, count))
         # Whoever was just preempted would come straight back and take the pages away again.
         while budget and self.num_preemptions == num_preemptions and (newcomer := self._admit()):
-            if newcomer.is_loading:
+            if newcomer.is_loading and not newcomer.num_assumed:
                 continue
             count = min(newcomer.num_uncomputed, budget)
             budget -= count
             chunks.append(_chunk(newcomer, count))
         chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return Step(tuple(chunks))
+
+    def launching(self, step: Step) -> None:
+        """The step is about to begin: what it completes of a prompt leaves the cache layer by layer."""
+        for request, start, num_tokens, _ in step.chunks:
+            if num_tokens > 1 and not request.is_loading:
+                self._link.begin_save(request, start + num_tokens)
 
     def launched(self, step: Step) -> None:
         """The step is on its way: its KV counts as computed, and finished prompt pages may be shared.
@@ -116,19 +127,25 @@ class Scheduler:
                 request.num_in_flight += 1
                 request.sample_index = index
                 index += 1
+            if request.is_loading:
+                continue  # whether what it computes is right is known when the load has ended
             if num_tokens > 1 or request.num_computed <= request.num_prompt:
                 self._share(request)
             self._link.save(request, ends=False)
 
     def loaded(self, request: Request, num_tokens: int) -> None:
         """The pool is done with the request's pages: the KV of its first `num_tokens` tokens is there."""
-        request.is_loading = False
+        num_tokens = min(num_tokens, len(request.tokens) - 1)
+        if num_tokens < request.num_assumed:
+            self._take_back(request, num_tokens)
+        request.is_loading, request.num_assumed = False, 0
         if request.finish_reason is not None:
             self.abandoned.remove(request)
             self._release(request)
             self._link.forget(request)
             return
-        self._took_from_pool(request, min(num_tokens, len(request.tokens) - 1))
+        self._took_from_pool(request, num_tokens)
+        self._link.save(request, ends=False)
 
     def landed(self, request: Request, token: int) -> None:
         """The token in flight has reached the host."""
@@ -204,10 +221,12 @@ class Scheduler:
                 raise EngineError(f"request {request.id} needs {missing} pages and an idle engine has none for it")
             return None
         is_first = request.num_cached is None
-        request.is_loading = self._link.start_load(request, len(handle.pages))
+        request.is_loading, num_tokens = self._link.start_load(request, len(handle.pages))
+        request.num_computed = max(request.num_computed, num_tokens)
+        request.num_assumed = num_tokens if request.is_loading else 0
         if is_first:
             request.num_cached = request.num_computed
-        if request.num_computed > handle.num_tokens:
+        if request.num_computed > handle.num_tokens and not request.is_loading:
             self._share(request)
         self.waiting.popleft()
         # A request that was preempted comes back into its old place.
@@ -217,12 +236,19 @@ class Scheduler:
         self.running.insert(at, request)
         return request
 
+    def _take_back(self, request: Request, num_tokens: int) -> None:
+        """A request ran with KV that did not come: what it computed is void, but for what was there before."""
+        local = request.handle.num_tokens if request.handle else 0
+        request.num_computed = max(num_tokens, local)
+        request.num_in_flight = 0
+        if request.num_outputs == 0 and request.num_cached == request.num_assumed:
+            request.num_cached = request.num_computed
+
     def _took_from_pool(self, request: Request, num_tokens: int) -> None:
-        if num_tokens <= request.num_computed:
-            return
-        if request.num_outputs == 0 and request.num_computed == (request.num_cached or 0):
-            request.num_cached = num_tokens
-        request.num_computed = num_tokens
+        if num_tokens > request.num_computed:
+            if request.num_outputs == 0 and request.num_computed == (request.num_cached or 0):
+                request.num_cached = num_tokens
+            request.num_computed = num_tokens
         self._share(request)
 
     def _has_room(self, num_pages: int) -> bool:

@@ -59,6 +59,7 @@ def plan_pages(
     max_num_seqs: int,
     explicit: int | None = None,
     shared: bool = False,
+    staging_bytes: int = 0,
 ) -> PagePlan:
     """Choose the number of pages, the same for every rank, from one report of each.
 
@@ -66,6 +67,7 @@ def plan_pages(
     peak; the rank with the least decides. No more pages are taken than `max_num_seqs` requests of full length could
     use. `explicit` overrides all that, as long as it fits into what is free. `max_model_len=None` means
     `model_max_len`, or less where that does not fit. `shared`: all ranks take from one memory, as on a CPU.
+    `staging_bytes`: what each rank will take later for KV on its way to and from the pool.
 
     Raises MemoryBudgetError, with the arithmetic, where not even one request fits or ranks differ too much, and
     EngineConfigError for a `max_model_len` that the model does not have.
@@ -75,10 +77,11 @@ def plan_pages(
     page = f"a page of {page_size} tokens takes {format_size(page_bytes)}"
     if shared and len(reports) > 1:
         page += f" in each of {len(reports)} ranks that share this memory"
-        reports, page_bytes = [_merged(reports)], page_bytes * len(reports)
+        page_bytes, staging_bytes = page_bytes * len(reports), staging_bytes * len(reports)
+        reports = [_merged(reports)]
     if explicit is None:
         _check_alike(reports)
-    rooms = [_room(report, memory_ratio if explicit is None else None) for report in reports]
+    rooms = [_room(report, memory_ratio if explicit is None else None, staging_bytes) for report in reports]
     # One page of what fits is the dummy page.
     fits = max(0, min(room.num_bytes for room in rooms) // page_bytes - 1)
     lines = [*_labelled(rooms), page, f"{fits:,} pages fit, besides the dummy page"]
@@ -110,7 +113,7 @@ def plan_pages(
     return PagePlan(num_pages, chosen_len, "; ".join(lines))
 
 
-def _room(report: MemoryReport, memory_ratio: float | None) -> _Room:
+def _room(report: MemoryReport, memory_ratio: float | None, staging_bytes: int) -> _Room:
     """What is left for KV of the part of memory we may use, or (no ratio) of all there is."""
     peak = report.activation_peak
     if memory_ratio is None:
@@ -121,7 +124,11 @@ def _room(report: MemoryReport, memory_ratio: float | None) -> _Room:
         num_bytes = int(memory_ratio * report.free_before) - taken - peak
         before = f"{memory_ratio:g} × {format_size(report.free_before)} free before loading"
         before += f" - {format_size(taken)} taken by loading"
-    return _Room(num_bytes, f"{before} - {format_size(peak)} activation peak = {format_size(num_bytes)} for KV")
+    before += f" - {format_size(peak)} activation peak"
+    if staging_bytes:
+        num_bytes -= staging_bytes
+        before += f" - {format_size(staging_bytes)} between KV and pool"
+    return _Room(num_bytes, f"{before} = {format_size(num_bytes)} for KV")
 
 
 def _merged(reports: Sequence[MemoryReport]) -> MemoryReport:

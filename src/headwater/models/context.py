@@ -18,6 +18,31 @@ class KVPlanes(Protocol):
         ...
 
 
+class LayerHooks(Protocol):
+    """Who moves KV in and out of the cache while the layers run."""
+
+    def before_layer(self, layer: int) -> None:
+        """The layer is about to read its KV."""
+        ...
+
+    def after_layer(self, layer: int) -> None:
+        """The step's KV of this layer has been written, and will be read no more by this step."""
+        ...
+
+
+class NoHooks:
+    """The null object: nobody does."""
+
+    def before_layer(self, layer: int) -> None:
+        """Nothing to wait for."""
+
+    def after_layer(self, layer: int) -> None:
+        """Nothing to take."""
+
+
+NO_HOOKS = NoHooks()
+
+
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """One step. The tensors lie on the model's device; in a captured graph they are the static input buffers."""
@@ -30,3 +55,4 @@ class StepContext:
     plan: Any
     """What `attention.plan` gave for this step."""
     cache: KVPlanes
+    hooks: LayerHooks = NO_HOOKS

@@ -102,8 +102,10 @@ class Decoder:
         """
         residual = self.embedding(token_ids)
         x = self.layers[0].attention_norm(residual)
-        for layer, norm_after in zip(self.layers, self._norms_after, strict=True):
+        for number, (layer, norm_after) in enumerate(zip(self.layers, self._norms_after, strict=True)):
+            ctx.hooks.before_layer(number)
             x = layer.attention(x, self.cos_sin, ctx)
+            ctx.hooks.after_layer(number)
             x, residual = layer.mlp_norm.add(x, residual)
             x = layer.mlp(x)
             x, residual = norm_after.add(x, residual)

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 MAX_GROUPS = 16
 """More would only cost the host time: with sixteen, all but a sixteenth of a transfer hides behind the computation."""
+
+CPU_GROUP_BYTES = 8 << 20
+"""On a CPU a group is worth a call into the pool from this size on."""
+
+GPU_GROUP_BYTES = 32 << 20
+"""On a GPU copies must be large, or the host cannot issue them as fast as the bus moves them."""
 
 
 def layer_groups(layers: range, layer_bytes: int, min_bytes: int) -> list[range]:
@@ -11,4 +19,4 @@ def layer_groups(layers: range, layer_bytes: int, min_bytes: int) -> list[range]
     wanted = max(1, len(layers) * layer_bytes // max(min_bytes, 1))
     count = min(len(layers), MAX_GROUPS, wanted)
     bounds = [len(layers) * i // count for i in range(count + 1)]
-    return [layers[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [layers[start:stop] for start, stop in pairwise(bounds)]

@@ -1,0 +1,101 @@
+"""Threads for calls that may hang: whoever calls waits until its deadline, and no longer.
+
+A call that is late is left to itself. While one hangs, others get little patience, and when every thread hangs nobody
+waits at all: a backend that does not answer costs one deadline, not one for each call.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from headwater.locks import ForkSafeLock
+
+STUCK_PATIENCE_S = 0.05
+"""For a call beside one that hangs: many times what a disk or a network that is well takes to answer."""
+
+
+class Workers:
+    """A few daemon threads, started when first needed."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._name = name
+        self.jobs = 0
+        """Calls that have not ended."""
+        self._num_late = 0
+        """Of those: nobody waits for them any more."""
+        self._queue: queue.SimpleQueue[_Job | None] | None = None
+        self._lock = ForkSafeLock()
+
+    def call(self, work: Callable[[], object], deadline: float) -> object:
+        """Run `work` in a thread. Its result, the exception it raised, or None where it is late (or hopeless)."""
+        with self._lock:
+            if self._num_late >= self._count:
+                return None
+            if self._num_late:
+                deadline = min(deadline, time.monotonic() + STUCK_PATIENCE_S)
+        job = self._start(work)
+        if job.done.wait(max(0.0, deadline - time.monotonic())):
+            return job.outcome
+        with self._lock:
+            if job.done.is_set():
+                return job.outcome
+            job.is_late = True
+            self._num_late += 1
+        return None
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Run `work` after what was asked before, and wait for nothing. What it raises is forgotten."""
+        self._start(work)
+
+    def close(self) -> None:
+        """Let the threads end when they are free. Idempotent."""
+        with self._lock:
+            if self._queue is not None:
+                for _ in range(self._count):
+                    self._queue.put(None)
+                self._queue = None
+
+    def _start(self, work: Callable[[], object]) -> _Job:
+        with self._lock:
+            if self._queue is None:
+                self._queue = queue.SimpleQueue()
+                for number in range(self._count):
+                    threading.Thread(
+                        target=_serve, args=(self._queue,), name=f"{self._name}-{number}", daemon=True
+                    ).start()
+            self.jobs += 1
+            job = _Job(work, self._ended)
+            self._queue.put(job)
+        return job
+
+    def _ended(self, job: _Job) -> None:
+        with self._lock:
+            self.jobs -= 1
+            self._num_late -= job.is_late
+            job.done.set()
+
+
+class _Job:
+    def __init__(self, work: Callable[[], object], ended: Callable[[_Job], None]) -> None:
+        self._work = work
+        self._ended = ended
+        self.outcome: object = None
+        self.is_late = False
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self.outcome = self._work()
+        except Exception as error:
+            self.outcome = error  # whoever called sees that it is no result; the thread lives on
+        self._ended(self)
+
+
+def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # it may hold a large buffer, and the next one may be long in coming

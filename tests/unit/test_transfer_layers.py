@@ -1,0 +1,205 @@
+"""Saves and loads on a CPU that go layer by layer, and loads whose store does not answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import Shard, Topology, whole_shard
+from headwater.pool import open_pool
+from headwater.stores.base import Status
+from headwater.transfer.layers import MAX_GROUPS, layer_groups
+from headwater.transfer.loader import Loader
+from headwater.transfer.saver import Saver
+from transfer_pool_cases import CHUNK, EXTENT, SPEC, Done, make_cache, open_space, tiles_of
+
+from support import identity
+
+ONE_LAYER = 1
+"""Groups of so few bytes have one layer each."""
+
+
+@contextmanager
+def saver_of(space: Any, view: Any, shard: Shard, staging_bytes: int = 64 * EXTENT) -> Iterator[Saver]:
+    saver = Saver(space, view, shard, staging_bytes=staging_bytes, deadline_s=10.0, group_bytes=ONE_LAYER)
+    try:
+        yield saver
+    finally:
+        saver.close()
+
+
+@contextmanager
+def loader_of(space: Any, view: Any, shard: Shard, done: Done, deadline_s: float = 30.0) -> Iterator[Loader]:
+    loader = Loader(
+        space,
+        view,
+        shard,
+        staging_bytes=64 * EXTENT,
+        deadline_s=deadline_s,
+        on_done=done,
+        group_bytes=ONE_LAYER,
+    )
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+@given(st.integers(0, 9), st.integers(1, 100), st.integers(1, 1 << 24), st.integers(1, 1 << 26))
+def test_groups_are_all_layers_in_order_and_large_enough(first: int, count: int, layer_bytes: int, least: int) -> None:
+    layers = range(first, first + count)
+    groups = layer_groups(layers, layer_bytes, least)
+    assert [layer for group in groups for layer in group] == list(layers)
+    assert len(groups) <= MAX_GROUPS
+    assert len(groups) == 1 or min(map(len, groups)) * layer_bytes >= least - layer_bytes
+    assert max(map(len, groups)) - min(map(len, groups)) <= 1
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_saved_layer_by_layer_and_loaded_layer_by_layer(tp: int) -> None:
+    with open_space("memory://?capacity=16MiB") as (pool, space, chunks):
+        saved = {}
+        for rank in range(tp):
+            shard = Topology(tp=tp).shard(SPEC, tp_rank=rank)
+            view, blocks = make_cache(shard, "cpu")
+            with saver_of(space, view, shard) as saver:
+                saver.begin(chunks, blocks)
+                assert saver.has_open
+                for layer in shard.layers:
+                    assert not space.exists([chunks[0]])[0], "visible before its last layer is there"
+                    saver.layer_done(layer)
+                assert not saver.has_open
+                saved[rank] = tiles_of(view, shard, chunks, blocks)
+                assert saver.drain(10)
+                assert saver.statuses == {Status.OK: len(chunks)}
+        assert all(space.exists(chunks))
+        assert pool.verify().clean
+        for rank in range(tp):
+            shard = Topology(tp=tp).shard(SPEC, tp_rank=rank)
+            view, blocks = make_cache(shard, "cpu")
+            done = Done()
+            with loader_of(space, view, shard, done) as loader:
+                loader.load("a", chunks, blocks, layerwise=True)
+                for layer in shard.layers:
+                    loader.wait_layer(layer)
+                    got = tiles_of(view, shard, chunks, blocks)
+                    number = shard.layers.index(layer)
+                    for found, want in zip(got, saved[rank], strict=True):
+                        assert np.array_equal(found[: number + 1], want[: number + 1])
+                assert done.next() == ("a", len(chunks))
+                assert not loader.has_open
+                assert loader.statuses == {Status.OK: len(chunks)}
+
+
+def test_layers_are_waited_for_in_their_order() -> None:
+    """A layer's wait ends when that layer is there, and not before, nor only with the last."""
+    with open_space("memory://?capacity=16MiB") as (_, space, chunks):
+        shard = whole_shard(SPEC)
+        view, blocks = make_cache(shard, "cpu")
+        with saver_of(space, view, shard) as saver:
+            saver.save(chunks, blocks)
+            assert saver.drain(10)
+        slow = Gated(space)
+        done = Done()
+        with loader_of(slow, view, shard, done) as loader:
+            loader.load("a", chunks, blocks, layerwise=True)
+            passed: list[int] = []
+            waiter = threading.Thread(target=lambda: [passed.append(n) for n in shard.layers if _wait(loader, n)])
+            waiter.start()
+            for layer in shard.layers:
+                assert slow.asked.acquire(timeout=10)
+                assert passed == list(range(layer)), "waited too little"
+                slow.gate.release()
+                while len(passed) <= layer:
+                    threading.Event().wait(0.001)
+            waiter.join(10)
+            assert done.next() == ("a", len(chunks))
+
+
+def _wait(loader: Loader, layer: int) -> bool:
+    loader.wait_layer(layer)
+    return True
+
+
+class Gated:
+    """A space whose reads wait for a gate each."""
+
+    def __init__(self, space: Any) -> None:
+        self._space = space
+        self.asked = threading.Semaphore(0)
+        self.gate = threading.Semaphore(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._space, name)
+
+    def read(self, chunks: Sequence[ChunkRef], shard: Shard, out: Any, *, deadline_s: float | None = None) -> Any:
+        self.asked.release()
+        self.gate.acquire()
+        return self._space.read(chunks, shard, out, deadline_s=deadline_s)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_load_ends_by_its_deadline_though_the_store_does_not_answer(layerwise: bool) -> None:
+    """And what comes late is not written: the blocks may have another owner by then."""
+    with open_space("memory://?capacity=16MiB") as (_, space, chunks):
+        shard = whole_shard(SPEC)
+        view, blocks = make_cache(shard, "cpu")
+        with saver_of(space, view, shard) as saver:
+            saver.save(chunks, blocks)
+            assert saver.drain(10)
+        other, other_blocks = make_cache(shard, "cpu")
+        before = tiles_of(other, shard, chunks, other_blocks)
+        stuck = Gated(space)
+        done = Done()
+        with loader_of(stuck, other, shard, done, deadline_s=0.1) as loader:
+            loader.load("a", chunks, other_blocks, layerwise=layerwise)
+            assert stuck.asked.acquire(timeout=10)
+            assert done.next() == ("a", 0)
+            loader.wait_layer(shard.layers[-1])  # it has ended, so nobody waits for it
+            loader.load("b", chunks, other_blocks)
+            assert done.next() == ("b", 0)
+            assert loader.statuses[Status.TIMEOUT] == 2 * len(chunks)
+            for _ in shard.layers:
+                stuck.gate.release()
+        after = tiles_of(other, shard, chunks, other_blocks)
+        assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_a_rank_that_drops_a_chunk_gives_its_room_back_at_once() -> None:
+    """TP=2: rank 0 has written its half when rank 1 finds its staging full."""
+    group = 77
+    with open_pool("memory://?capacity=16MiB", group=group) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks = space.keys(list(range(CHUNK * 6))).refs(6)
+        first, second = (Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in (0, 1))
+        view, blocks = make_cache(first, "cpu")
+        with saver_of(space, view, first) as saver:
+            saver.save(chunks, blocks)
+            assert saver.drain(10)
+        assert pool.stats().store.pending_bytes >= 6 * EXTENT
+        view, blocks = make_cache(second, "cpu")
+        with saver_of(space, view, second, staging_bytes=EXTENT) as saver:  # two slots of half an extent
+            saver.save(chunks, blocks)
+            assert saver.num_dropped == 4
+            assert saver.drain(10)
+        assert pool.stats().store.pending_bytes == 0
+        assert space.exists(chunks) == [True, True, False, False, False, False]
+
+
+def test_a_step_that_failed_leaves_nothing_behind() -> None:
+    with open_space("memory://?capacity=16MiB") as (pool, space, chunks):
+        shard = whole_shard(SPEC)
+        view, blocks = make_cache(shard, "cpu")
+        with saver_of(space, view, shard) as saver:
+            saver.begin(chunks, blocks)
+            saver.layer_done(0)
+        assert pool.stats().store.pending_bytes == 0
+        assert not any(space.exists(chunks))
