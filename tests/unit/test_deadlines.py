@@ -68,6 +68,28 @@ def test_a_read_that_comes_too_late_leaves_the_callers_memory_alone(
         assert pool.stats().store.damaged == 0
 
 
+def test_a_disk_that_hangs_costs_one_deadline_and_damages_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a read hangs the next ones give up soon, and when all threads hang at once; then the disk is well again."""
+    with temporary_url("file", tmp_path, "capacity=2MiB") as url, open_pool(url) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=8)
+        chunks = space.keys(range(24)).chunks()
+        space.write(chunks, SHARD, [local_tiles(SPEC, c, SHARD) for c in chunks])
+        buffers = [empty_tiles(SPEC, c, SHARD) for c in chunks]
+        gate = Gate(os.preadv, cached=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", gate)
+            for deadline_s, bound_s in ((0.5, 1.0), *[(20.0, 3.0)] * 3, *[(20.0, 1.0)] * 50):
+                started = time.monotonic()
+                assert space.read(chunks, SHARD, buffers, deadline_s=deadline_s) == [Status.TIMEOUT] * 3
+                assert time.monotonic() - started < bound_s
+            gate.open.set()
+            wait_until(lambda: not space._store._core.data.busy, what="the late reads")  # type: ignore[attr-defined]
+        assert space.read(chunks, SHARD, buffers) == [Status.OK] * 3
+        assert pool.stats().store.damaged == 0, "late is not damaged"
+
+
 def test_a_write_that_comes_too_late_is_dropped_and_its_extent_fenced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

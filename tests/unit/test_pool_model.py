@@ -241,7 +241,7 @@ class PoolModel(RuleBasedStateMachine):
             assert chunk.parent in self.roots or chunk.parent in self.present
 
 
-@pytest.mark.parametrize("scheme", ["memory", "shm"])
+@pytest.mark.parametrize("scheme", ["memory", pytest.param("shm", marks=pytest.mark.slow)])
 def test_pool_against_a_plain_model(scheme: str) -> None:
     machine = type("Machine", (PoolModel,), {"scheme": scheme})
     many = settings(max_examples=25, stateful_step_count=40, suppress_health_check=list(HealthCheck))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
+import numpy.typing as npt
 
 from headwater.errors import BufferMismatchError, InvalidArgumentError
 from headwater.kv.hashing import KEY_BYTES, ChunkKeys, ChunkRef, Extra, Tokens, root_key
@@ -19,7 +20,20 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard
 from headwater.locks import ForkSafeLock
 from headwater.pool.buffers import Buffer, as_tiles
-from headwater.stores.base import Filled, Lease, Loan, Piece, Reservation, RootRef, SpaceRef, Status, Store, Tiles
+from headwater.stores.base import (
+    Filled,
+    Lease,
+    Loan,
+    Piece,
+    Place,
+    Reservation,
+    RootRef,
+    Run,
+    SpaceRef,
+    Status,
+    Store,
+    Tiles,
+)
 
 _MAX_ROOTS = 65536
 
@@ -119,7 +133,7 @@ class Space:
         """
         limit = keys.num_tokens if max_tokens is None else min(max_tokens, keys.num_tokens)
         root = self._root_of(keys.root)
-        run = self._store.run(root, keys.full[: limit // self.chunk_tokens])
+        run = self.run(keys.root, keys.full[: limit // self.chunk_tokens])
         chunks = keys.refs(run.length)
         room = limit - run.length * self.chunk_tokens
         for length in sorted({length for length in run.tails if length <= room}, reverse=True):
@@ -131,6 +145,13 @@ class Space:
         match = Match(tuple(chunks))
         self._count(matches=1, asked_tokens=limit, matched_tokens=match.num_tokens)
         return match
+
+    def run(self, root: bytes, keys: list[bytes]) -> Run:
+        """How many of these keys of complete chunks, from the first on, are there, and which tails follow the last.
+
+        What `match` asks first; for those who have keys from elsewhere, and no tokens.
+        """
+        return self._store.run(self._root_of(root), keys)
 
     def exists(self, chunks: Sequence[ChunkRef]) -> list[bool]:
         """Whether each chunk can be found now."""
@@ -252,6 +273,15 @@ class Space:
             return []
         return list(self._store.reserve(self._root_of(chunks[0].root), chunks, shard.split, deadline_s))
 
+    def places(self, extents: Sequence[Reservation]) -> list[Place | None]:
+        """Where some reserved extents lie; None where there is none (any more)."""
+        return self._store.places(extents)
+
+    def noted(self, extents: Sequence[Reservation], shard: Shard) -> list[int]:
+        """How many of this shard's tiles are already in each of some reserved extents. Who finds any must leave them
+        alone: the same prompt may have been computed twice, and the two results may differ in the last bit."""
+        return self._store.noted(extents, shard.layers, shard.heads, shard.part) if extents else []
+
     def commit(self, filled: Sequence[Filled], *, deadline_s: float | None = None) -> list[Status]:
         """Commit what was filled in reserved extents, all in one transaction. Does not close the reservations."""
         if not filled:
@@ -260,8 +290,35 @@ class Space:
         self._tally("write", 0, statuses)
         return statuses
 
+    def commit_shard(
+        self,
+        extents: Sequence[Reservation],
+        shard: Shard,
+        sums: npt.NDArray[np.uint64],
+        *,
+        deadline_s: float | None = None,
+    ) -> list[Status]:
+        """`commit` of this shard's tiles of many chunks, with checksums (chunks, layers, heads): the fastest way."""
+        if not extents:
+            return []
+        statuses = self._store.commit_shard(extents, shard, sums, deadline_s)
+        self._tally("write", 0, statuses)
+        return statuses
+
+    def close_all(self, extents: Sequence[Reservation]) -> None:
+        """Stop writing into some reserved extents."""
+        self._store.close_all(extents)
+
+    def abort(self, chunks: Sequence[ChunkRef]) -> int:
+        """Give up chunks that this rank's group is writing, so that their room is free at once; how many those were.
+
+        Of what another server writes, and of what is complete, nothing changes. A rank that has not begun a chunk yet
+        may still do so: what its peers have given up before then expires.
+        """
+        return self._store.abandon([chunk.key for chunk in chunks]) if chunks else 0
+
     def lend(self, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
-        """Views of consecutive chunks of one chain as they are stored, under one lease (mapped stores only).
+        """Where consecutive chunks of one chain are stored, under one lease (mapped stores only).
 
         They are NOT verified: whoever copies them (to a device, say) must compare the copy's checksums with `sums`
         before it is used, and give what failed to `read`, which judges and counts the damage.
@@ -274,6 +331,11 @@ class Space:
     def mapped(self) -> bool:
         """Whether extents can be filled and seen in place: `reserve`, `borrow` and `lend` work."""
         return self._store.mapped
+
+    @property
+    def local_index(self) -> bool:
+        """Whether `match`, `exists`, `lease` and `release` read memory of this host and wait for nobody."""
+        return self._store.local_index
 
     @contextmanager
     def borrow(self, chunk: ChunkRef, shard: Shard) -> Iterator[Tiles | None]:

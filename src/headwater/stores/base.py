@@ -140,6 +140,13 @@ class Lease(Protocol):
         """End it. Doing so twice is once."""
 
 
+class Place(NamedTuple):
+    """Where an extent begins: in which segment of a mapped store, and how many bytes from its beginning."""
+
+    segment: npt.NDArray[np.uint8]
+    offset: int
+
+
 class Reservation(Protocol):
     """A pending extent of a mapped store, open for this process to fill in place."""
 
@@ -179,8 +186,8 @@ class Loan(NamedTuple):
 
     lease: Lease | None
     """To be released when the last copy has ended; None where nothing was found."""
-    tiles: list[Tiles | None]
-    """By chunk: a read-only view of the shard's (layers, heads, tile bytes); None where there is nothing to see."""
+    places: list[Place | None]
+    """By chunk: where its whole extent lies, not to be written to; None where there is nothing to see."""
     sums: npt.NDArray[np.uint64]
     """(chunks, layers, heads): what each tile's XXH3-64 must be."""
 
@@ -194,6 +201,8 @@ class Store(Protocol):
     """Where bytes live. Safe from many threads; embedded stores also from many processes."""
 
     mapped: bool
+    local_index: bool
+    """Whether looking something up reads memory of this host and waits for nobody."""
     max_extent_bytes: int
 
     def check_space(self, space: SpaceRef) -> None:
@@ -227,8 +236,26 @@ class Store(Protocol):
     def commit(self, filled: Sequence[Filled], deadline_s: float | None = None) -> list[Status]:
         """`Reservation.commit` of many, in one transaction. All must be reservations of this store."""
 
+    def places(self, reservations: Sequence[Reservation]) -> list[Place | None]:
+        """Where reserved extents lie; None where there is none (any more), or the store is not mapped."""
+
+    def commit_shard(
+        self,
+        reservations: Sequence[Reservation],
+        shard: Shard,
+        sums: npt.NDArray[np.uint64],
+        deadline_s: float | None = None,
+    ) -> list[Status]:
+        """`commit` of the same tiles of many chunks, their checksums as (chunks, layers, heads): the fastest way."""
+
+    def close_all(self, reservations: Sequence[Reservation]) -> None:
+        """`Reservation.close` of many. All must be reservations of this store."""
+
+    def noted(self, reservations: Sequence[Reservation], layers: range, heads: range, part: int) -> list[int]:
+        """`Reservation.noted` of many. All must be reservations of this store."""
+
     def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
-        """Unverified views of consecutive chunks under one lease, with their checksums (mapped stores only)."""
+        """Where consecutive chunks lie, unverified, under one lease, with their checksums (mapped stores only)."""
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[Lease, Tiles] | Status:
         """A verified, read-only view of the stored bytes, valid until the lease is released (mapped stores only)."""
@@ -238,6 +265,9 @@ class Store(Protocol):
 
     def pin(self, root: RootRef, key: bytes, pinned: bool) -> Status:
         """Keep a chunk and its prefix until further notice, across processes and restarts."""
+
+    def abandon(self, keys: Sequence[bytes]) -> int:
+        """Give up chunks that this process's group has begun and not completed; how many there were."""
 
     def remove(self, root: RootRef, keys: Sequence[bytes]) -> list[Status]:
         """Forget chunks, and with them what hangs below."""

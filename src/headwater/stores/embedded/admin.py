@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from headwater.errors import SpecError
+from headwater.errors import DeadlineError, SpecError, StoreDamagedError
 from headwater.kv.format import part_checksums
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
@@ -20,7 +20,7 @@ from headwater.stores.embedded.audit import audit
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.janitor import orphans
-from headwater.stores.embedded.layout import CELL, CHUNK, COMPLETE, LIMBO, ROOT, SPACE, Word
+from headwater.stores.embedded.layout import CELL, CHUNK, COMPLETE, LIMBO, PENDING, ROOT, SPACE, Word
 from headwater.stores.embedded.reader import Reader
 
 _ADMIN_DEADLINE_S = 10.0
@@ -46,6 +46,24 @@ class Admin:
             return Status.OK
 
         return core.transact(work, deadline)
+
+    def abandon(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See `stores.base.Store.abandon`."""
+        core = self._core
+
+        def work() -> int:
+            found = [core.index.find(key) for key in keys]
+            begun = [e for e in found if e is not None and e.state == PENDING and e.record.group == core.members.group]
+            if begun:
+                core.janitor.remove(begun)
+                core.index.words[Word.ABORTED] += len(begun)
+                core.janitor.sweep()  # what hangs below can never be found either
+            return len(begun)
+
+        try:
+            return core.transact(work, deadline)
+        except (DeadlineError, StoreDamagedError):
+            return 0  # what is not given up now expires
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
         """See `stores.base.Store.remove`."""
@@ -195,10 +213,10 @@ class Admin:
                 read = core.data.load(record.offset + tile * size, [scratch], deadline)
             except (OSError, IndexError):
                 return Status.DAMAGED
-            if not read and time.monotonic() >= deadline:
+            if not read:
                 return Status.TIMEOUT
             sums = part_checksums(spec, split, record.first_token, record.num_tokens, scratch)
-            if not read or sums != loaded.sums[tile * parts : (tile + 1) * parts].tolist():
+            if sums != loaded.sums[tile * parts : (tile + 1) * parts].tolist():
                 return Status.DAMAGED
         return Status.OK
 

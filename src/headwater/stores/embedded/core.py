@@ -18,6 +18,7 @@ from typing import TypeVar
 from headwater.errors import DeadlineError, HeadwaterError, StoreClosedError, StoreDamagedError, StoreError
 from headwater.kv.topology import Shard
 from headwater.locks import ForkSafeLock
+from headwater.stores.embedded.columns import Columns
 from headwater.stores.embedded.data import Data
 from headwater.stores.embedded.index import Index, IndexDamage
 from headwater.stores.embedded.janitor import Janitor
@@ -71,6 +72,7 @@ class Core:
         self.name = name
         self.geometry = geometry
         self.index = index
+        self.columns = Columns(index)
         self.members = members
         self.data = data
         self.janitor = Janitor(geometry, index, members, data, policy)

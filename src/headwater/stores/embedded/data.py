@@ -9,8 +9,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +19,7 @@ import numpy.typing as npt
 
 from headwater.locks import ForkSafeLock
 from headwater.stores.embedded.layout import Geometry
+from headwater.stores.workers import Workers
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -51,9 +50,9 @@ class Data(Protocol):
         """The bytes themselves (mapped data only)."""
 
     def load(self, offset: int, targets: Sequence[Bytes], deadline: float) -> bool:
-        """Fill consecutive targets from consecutive bytes; False if that did not succeed by `deadline`.
+        """Fill consecutive targets from consecutive bytes; False if that did not succeed by `deadline`, or would not.
 
-        After False nobody writes into the targets any more.
+        After False nobody writes into the targets any more. Raises OSError or IndexError where the bytes are not there.
         """
 
     def save(self, runs: Sequence[Sources], deadline: float, done: Callable[[], None]) -> bool:
@@ -95,11 +94,14 @@ class MappedData:
             return self.segments[segment].size > 0
         return _has_storage(self._directory, self._geometry, segment)
 
+    def segment(self, number: int) -> Bytes:
+        """All bytes of one segment. Raises OSError where it has no storage."""
+        array = self.segments[number]
+        return array if array.size else self._attach(number)
+
     def view(self, offset: int, length: int) -> Bytes:
         segment, start = divmod(offset, self._geometry.segment_bytes)
-        array = self.segments[segment]
-        if not array.size:
-            array = self._attach(segment)
+        array = self.segment(segment)
         if start + length > array.size:
             raise IndexError("range crosses the end of a segment")
         return array[start : start + length]
@@ -184,7 +186,7 @@ class FileData:
         self._directory = directory
         self._fds: list[int | None] = [None] * geometry.num_segments
         self._lock = ForkSafeLock()
-        self._workers = Workers(4)
+        self._workers = Workers(4, "headwater-io")
         self._nowait = hasattr(os, "RWF_NOWAIT")
 
     @property
@@ -202,10 +204,7 @@ class FileData:
 
     def load(self, offset: int, targets: Sequence[Bytes], deadline: float) -> bool:
         segment, start = divmod(offset, self._geometry.segment_bytes)
-        try:
-            fd = self._fd(segment)
-        except OSError:
-            return False
+        fd = self._fd(segment)
         flat = [memoryview(target) for target in targets]
         total = sum(len(view) for view in flat)
         done = 0
@@ -214,12 +213,18 @@ class FileData:
             if got > 0:
                 done += got
                 continue
-            if got == 0 or time.monotonic() >= deadline:
-                return False  # beyond the end of a file that was cut, or too late
+            if got == 0:
+                raise _cut_off(segment)
+            if time.monotonic() >= deadline:
+                return False
             scratch = bytearray(min(total - done, 1 << 20))
             warmed = self._workers.call(partial(os.preadv, fd, [scratch], start + done), deadline)
-            if not isinstance(warmed, int) or warmed == 0:
+            if warmed is None:
                 return False
+            if isinstance(warmed, Exception):
+                raise warmed
+            if not isinstance(warmed, int) or warmed == 0:
+                raise _cut_off(segment)
             if not self._nowait:
                 _spread(scratch[:warmed], _rest(flat, done))
                 done += warmed
@@ -254,7 +259,7 @@ class FileData:
         return self._workers.call(work, deadline) is True
 
     def after_fork(self) -> None:
-        self._workers = Workers(4)
+        self._workers = Workers(4, "headwater-io")
 
     def close(self) -> None:
         self._workers.close()
@@ -276,6 +281,10 @@ class FileData:
 def segment_path(directory: str, geometry: Geometry, segment: int) -> str:
     """Segments carry their store's generation, so that a replaced index never sees an older one's bytes."""
     return os.path.join(directory, f"data-{geometry.generation.hex()}-{segment:04d}")
+
+
+def _cut_off(segment: int) -> OSError:
+    return OSError(errno.EIO, f"segment {segment} ends before its bytes do")
 
 
 def _has_storage(directory: str, geometry: Geometry, segment: int) -> bool:
@@ -304,55 +313,3 @@ def _spread(source: bytearray, targets: list[memoryview]) -> None:
             return
         target[:take] = source[at : at + take]
         at += take
-
-
-class Workers:
-    """A few daemon threads for calls that may hang in the kernel. A call that is late is left to itself."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self.jobs = 0
-        """Calls that have not ended."""
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], list[object], threading.Event] | None] | None = None
-        self._lock = ForkSafeLock()
-
-    def call(self, work: Callable[[], object], deadline: float) -> object:
-        """Run `work` in a thread. Its result, the exception it raised, or None where it is late."""
-        with self._lock:
-            if self._jobs is None:
-                self._jobs = queue.SimpleQueue()
-                for number in range(self._count):
-                    name = f"headwater-io-{number}"
-                    threading.Thread(target=_serve, args=(self._jobs,), name=name, daemon=True).start()
-            jobs = self._jobs
-            self.jobs += 1
-        outcome: list[object] = []
-        ready = threading.Event()
-
-        def counted() -> object:
-            try:
-                return work()
-            finally:
-                with self._lock:
-                    self.jobs -= 1
-
-        jobs.put((counted, outcome, ready))
-        return outcome[0] if ready.wait(max(0.0, deadline - time.monotonic())) else None
-
-    def close(self) -> None:
-        """Let the threads end when they are free."""
-        with self._lock:
-            if self._jobs is not None:
-                for _ in range(self._count):
-                    self._jobs.put(None)
-                self._jobs = None
-
-
-def _serve(jobs: queue.SimpleQueue[tuple[Callable[[], object], list[object], threading.Event] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        work, outcome, ready = job
-        try:
-            outcome.append(work())
-        except Exception as error:
-            outcome.append(error)  # whoever called sees that it is no result; the thread lives on
-        ready.set()

@@ -27,6 +27,7 @@ from headwater.stores.embedded.layout import (
     HEAD_BYTES,
     MAGIC_AT,
     NUM_TAILS,
+    PAYLOAD_SUM_AT,
     PINNED,
     RECORD_MAGIC,
     REMAINING,
@@ -59,6 +60,8 @@ class Entry(NamedTuple):
     state: int
     record: Record
     tails: tuple[int, ...]
+    word: int = 0
+    """Its state word: as long as that stands there, the record is this one, in this state."""
 
 
 class Heads(NamedTuple):
@@ -79,11 +82,13 @@ class Index:
         view = memoryview(mapping)
         self.words = view[WORDS_OFFSET : WORDS_OFFSET + 8 * Word.COUNT].cast("Q")
         self._directory = view[g.directory_offset : g.directory_offset + 4 * g.directory_slots].cast("I")
+        self._directory_column = np.frombuffer(mapping, "<u4", g.directory_slots, g.directory_offset)
         self._mask = g.directory_slots - 1
         self._ages = view[g.ages_offset : g.ages_offset + 8 * (g.num_cells // AGE_CELLS + 1)].cast("Q")
         self._age_column = np.frombuffer(mapping, "<i8", g.num_cells // AGE_CELLS + 1, g.ages_offset)
         self._heap = g.heap_offset
         self._stopped_seq = -1
+        self.heap_bytes = np.frombuffer(mapping, np.uint8, g.num_cells * CELL, g.heap_offset)
         self._words_of_heap = np.frombuffer(mapping, "<u8", g.num_cells * (CELL // 8), g.heap_offset).reshape(-1, 8)
         self.state_words = view[g.heap_offset : g.heap_offset + g.num_cells * CELL].cast("Q")
         self.state_column = self._words_of_heap.reshape(-1)
@@ -93,9 +98,13 @@ class Index:
 
     def close(self) -> None:
         """Let go of the mapping."""
-        del self._words_of_heap, self.state_column, self._age_column
+        del self._directory_column, self.heap_bytes, self._words_of_heap, self.state_column, self._age_column
         for view in (self.words, self._directory, self._ages, self.state_words, self._view):
             view.release()
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # somebody still holds a view; the mapping goes with it
 
     # ---- reading, without a lock --------------------------------------------------------------------------------
     def find(self, key: bytes) -> Entry | None:
@@ -141,7 +150,7 @@ class Index:
         state = word & 7
         if state == FREE or word != state_word(fixed, state):
             return None
-        return Entry(cell, state, Record._make(unpack_record(fixed)), _TAILS.unpack_from(raw, TAILS))
+        return Entry(cell, state, Record._make(unpack_record(fixed)), _TAILS.unpack_from(raw, TAILS), word)
 
     @staticmethod
     def word_at(cell: int) -> int:
@@ -219,6 +228,10 @@ class Index:
         """The fixed parts of many records as rows of sixteen words (see `layout` for which is which)."""
         rows = self._words_of_heap
         return np.concatenate([rows[cells + 1], rows[cells + 2]], axis=1)
+
+    def first_cells(self, homes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """What stands in the first slot of keys that begin with these numbers."""
+        return self._directory_column[(homes & np.uint64(self._mask)).astype(np.int64)].astype(np.int64)
 
     def _holds_key(self, cell: int, key: bytes) -> bool:
         """Whether a record that did not verify claims to be this key's, and complete. (A pending one may just be
@@ -358,10 +371,12 @@ class Index:
         record, base = entry.record, self._heap + entry.cell * CELL
         if _U32.unpack_from(self._map, base + REMAINING)[0]:
             return False
-        payload = self._map[base + HEAD_BYTES : base + HEAD_BYTES + record.payload_bytes]
-        if payload[8 * record.num_sums :].count(1) != record.num_sums:
+        start = base + HEAD_BYTES
+        payload = self._map[start : start + record.payload_bytes]
+        if payload.count(1, 8 * record.num_sums) != record.num_sums:
             return False
-        fixed = record._replace(payload_sum=checksum(payload)).pack()
+        fixed = record.pack()
+        fixed = fixed[:PAYLOAD_SUM_AT] + _U64.pack(checksum(payload)) + fixed[PAYLOAD_SUM_AT + 8 :]
         self._map[base + FIXED_OFFSET : base + HEAD_BYTES] = fixed
         self._set_word(entry.cell, state_word(fixed, COMPLETE))
         return True

@@ -192,6 +192,7 @@ SPACE, ROOT, CHUNK = 1, 2, 3
 _FIXED = struct.Struct("<32sQQQQQQQIIIIIIHBBIII")
 # The same as sixteen 64-bit words, for scans over many records at once.
 ID_WORD, CREATED_WORD, TOKENS_WORD, KIND_WORD = 4, 9, 11, 14
+PAYLOAD_SUM_AT = 8 * 10
 # Offsets inside the mutable cell. The word at 0 is (checksum of the fixed part, low bits replaced by the state).
 CHILDREN, PINNED, TAILS, REMAINING, MAGIC_AT = 8, 12, 16, 32, 56
 NUM_TAILS = 8
@@ -242,6 +243,7 @@ class Record(NamedTuple):
 
 
 unpack_record = _FIXED.unpack
+iter_records = _FIXED.iter_unpack
 
 
 def cells_for(payload_bytes: int) -> int:

@@ -17,7 +17,7 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from headwater.errors import CapacityError
@@ -59,8 +59,14 @@ class Members(Protocol):
     def publish(self, extent_id: int) -> bool:
         """Say that this process touches an extent; counted, so each publish needs one retract. False: no room."""
 
+    def publish_all(self, extent_ids: Sequence[int]) -> int:
+        """`publish` of many; how many of the first there was room for."""
+
     def retract(self, extent_id: int) -> None:
         """Take one publish back."""
+
+    def retract_all(self, extent_ids: Sequence[int]) -> None:
+        """`retract` of many."""
 
     def published(self) -> set[int]:
         """Ids that living processes touch, this one's included."""
@@ -98,6 +104,11 @@ class LocalMembers:
             self._touching[extent_id] = self._touching.get(extent_id, 0) + 1
         return True
 
+    def publish_all(self, extent_ids: Sequence[int]) -> int:
+        for extent_id in extent_ids:
+            self.publish(extent_id)
+        return len(extent_ids)
+
     def retract(self, extent_id: int) -> None:
         with self._mutex:
             left = self._touching.get(extent_id, 0) - 1
@@ -105,6 +116,10 @@ class LocalMembers:
                 self._touching[extent_id] = left
             else:
                 self._touching.pop(extent_id, None)
+
+    def retract_all(self, extent_ids: Sequence[int]) -> None:
+        for extent_id in extent_ids:
+            self.retract(extent_id)
 
     def published(self) -> set[int]:
         with self._mutex:
@@ -164,31 +179,44 @@ class SharedMembers:
 
     # ---- publishing ---------------------------------------------------------------------------------------------
     def publish(self, extent_id: int) -> bool:
+        return self.publish_all((extent_id,)) == 1
+
+    def publish_all(self, extent_ids: Sequence[int]) -> int:
+        count = 0
         with self._mutex:
-            place, uses = self._places.get(extent_id, (-1, 0))
-            if place < 0:
-                if not self._free:
-                    return False
-                place = self._free.pop()
-                base = self._base(self._slot)
-                self._words[base + _FIRST + place] = extent_id
-                if place >= self._words[base + _HIGH]:
-                    self._words[base + _HIGH] = place + 1
-            self._places[extent_id] = (place, uses + 1)
+            words, base, places, free = self._words, self._base(self._slot), self._places, self._free
+            for extent_id in extent_ids:
+                place, uses = places.get(extent_id, (-1, 0))
+                if place < 0:
+                    if not free:
+                        break
+                    place = free.pop()
+                    words[base + _FIRST + place] = extent_id
+                    if place >= words[base + _HIGH]:
+                        words[base + _HIGH] = place + 1
+                places[extent_id] = (place, uses + 1)
+                count += 1
         fence()
-        return True
+        return count
 
     def retract(self, extent_id: int) -> None:
+        self.retract_all((extent_id,))
+
+    def retract_all(self, extent_ids: Sequence[int]) -> None:
         with self._mutex:
-            place, uses = self._places.get(extent_id, (-1, 0))
-            if place < 0 or self._slot < 0:
-                return  # never published, or the store was closed and everything with it
-            if uses > 1:
-                self._places[extent_id] = (place, uses - 1)
-                return
-            del self._places[extent_id]
-            self._words[self._base(self._slot) + _FIRST + place] = 0
-            self._free.append(place)
+            if self._slot < 0:
+                return  # the store was closed and everything with it
+            first = self._base(self._slot) + _FIRST
+            for extent_id in extent_ids:
+                place, uses = self._places.get(extent_id, (-1, 0))
+                if place < 0:
+                    continue  # never published
+                if uses > 1:
+                    self._places[extent_id] = (place, uses - 1)
+                    continue
+                del self._places[extent_id]
+                self._words[first + place] = 0
+                self._free.append(place)
 
     def published(self) -> set[int]:
         fence()
@@ -202,7 +230,7 @@ class SharedMembers:
 
     # ---- liveness -----------------------------------------------------------------------------------------------
     def group_alive(self, group: int) -> bool:
-        return any(self._words[self._base(slot) + _GROUP] == group for slot in self._living())
+        return group == self.group or any(self._words[self._base(slot) + _GROUP] == group for slot in self._living())
 
     def count(self) -> int:
         return sum(1 for _ in self._living())

@@ -20,12 +20,12 @@ from headwater.kv.format import checksum, gather_part, part_checksums, part_rows
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
-from headwater.stores.base import Loan, Piece, RootRef, Run, Status, Tiles
+from headwater.stores.base import Loan, Piece, Place, RootRef, Run, Status, Tiles
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import MappedData
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.known import KnownTiles
-from headwater.stores.embedded.layout import CHUNK, COMPLETE, Word, state_word
+from headwater.stores.embedded.layout import CHUNK, COMPLETE, Word
 from headwater.stores.embedded.members import Members
 
 
@@ -242,8 +242,8 @@ class Reader:
         known = self._known_of(found.spec)
         known.remember(record.key, found.word_at, found.word, found.offset, record.num_tokens, found.sums)
 
-    def _load(self, spec: KVSpec, chunk: ChunkRef) -> Loaded | None:
-        entry = self._index.find(chunk.key)
+    def _load(self, spec: KVSpec, chunk: ChunkRef, entry: Entry | None = None) -> Loaded | None:
+        entry = entry or self._index.find(chunk.key)
         if entry is None or entry.state != COMPLETE:
             return None
         record = entry.record
@@ -264,9 +264,9 @@ class Reader:
                 self._core.data.view(record.offset, record.length)  # attaches the segment
         except (OSError, IndexError):
             addressable = False  # it is gone; the slow way says what that means
-        sums, word = memoryview(payload)[: 8 * tiles].cast("Q"), state_word(record.pack(), COMPLETE)
+        sums = memoryview(payload)[: 8 * tiles].cast("Q")
         at, size = self._index.word_at(entry.cell), record.length // spec.num_tiles
-        return Loaded(entry, sums, spec, word, at, record.offset, size, addressable)
+        return Loaded(entry, sums, spec, entry.word, at, record.offset, size, addressable)
 
     def _read_slowly(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
         if time.monotonic() >= deadline:
@@ -284,7 +284,7 @@ class Reader:
             number = layer * spec.num_kv_heads + shard.heads.start
             targets = [tiles[i, j] for j in range(len(shard.heads))]
             if not self._core.data.load(record.offset + number * size, targets, deadline):
-                return Status.TIMEOUT if time.monotonic() >= deadline else Status.DAMAGED
+                return Status.TIMEOUT
             for j, target in enumerate(targets):
                 if checksum(target) != found.sums[number + j]:
                     return Status.DAMAGED
@@ -301,7 +301,7 @@ class Reader:
             for j, head in enumerate(shard.heads):
                 number = layer * spec.num_kv_heads + head
                 if not self._core.data.load(record.offset + number * size, [scratch], deadline):
-                    return Status.TIMEOUT if time.monotonic() >= deadline else Status.DAMAGED
+                    return Status.TIMEOUT
                 expected = found.sums[number * parts : (number + 1) * parts].tolist()
                 if part_checksums(spec, split, first, tokens, scratch) != expected:
                     return Status.DAMAGED
@@ -334,32 +334,32 @@ class Reader:
         self._known.clear()
 
     def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
-        """See `stores.base.Store.lend`. Some microseconds a chunk that was read before, some dozens for another."""
-        spec, data, words = root.space.spec, self._core.data, self._index.state_words
+        """See `stores.base.Store.lend`. Some microseconds a chunk."""
+        spec, data = root.space.spec, self._core.data
         if not isinstance(data, MappedData) or shard.split.parts != 1:
             raise HeadwaterError("only whole tiles of a mapped store can be lent; use read")
-        layers, heads = shard.layers, shard.heads
-        place = slice(layers.start, layers.stop, layers.step), slice(heads.start, heads.stop)
-        views: list[Tiles | None] = [None] * len(chunks)
-        sums, cells = np.zeros((len(chunks), len(layers), len(heads)), np.uint64), list[int]()
         # Only leaves are evicted, so the deepest chunk that is there keeps all before it.
         lease = next(filter(None, (self.lease(root, chunk.key) for chunk in reversed(chunks))), None)
-        for i, chunk in enumerate(chunks if lease is not None else ()):
-            found = self._loaded.get(chunk.key)
-            if found is None or not found.still(words, spec, chunk.num_tokens):
-                found = self.load(spec, chunk)
+        entries = self._core.columns.find([chunk.key for chunk in chunks]).entries() if lease is not None else []
+        places: list[Place | None] = []
+        cells, payloads, blank = list[int](), list[bytes | memoryview](), bytes(8 * spec.num_tiles)
+        for chunk, entry in zip(chunks, entries, strict=False):
+            found = self._load(spec, chunk, entry)
             if found is None or not found.addressable:
+                places.append(None)
+                payloads.append(blank)
                 continue
-            try:
-                whole = data.view(found.offset, found.tile_bytes * spec.num_tiles)
-            except (OSError, IndexError):
-                continue  # the segment is gone or short
-            view = whole.reshape(spec.num_layers, spec.num_kv_heads, found.tile_bytes)[place]
-            view.flags.writeable = False
-            views[i], sums[i] = view, np.frombuffer(found.sums, np.uint64).reshape(-1, spec.num_kv_heads)[place]
+            segment, start = divmod(found.offset, data.segment_bytes)
+            places.append(Place(data.segments[segment], start))  # attached, and long enough: `_load` has looked
+            payloads.append(found.sums)
             cells.append(found.entry.cell)
+        if lease is None:
+            places, payloads = [None] * len(chunks), [blank] * len(chunks)
         self._index.touch_all(np.array(cells, np.int64), time.time_ns())
-        return Loan(lease, views, sums)
+        layers, heads = shard.layers, shard.heads
+        sums = np.frombuffer(b"".join(payloads), np.uint64).reshape(-1, spec.num_layers, spec.num_kv_heads)
+        part = sums[:, layers.start : layers.stop : layers.step, heads.start : heads.stop]
+        return Loan(lease, places, part)
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[ChunkLease, Tiles] | Status:
         """See `stores.base.Store.borrow`."""

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from headwater.errors import InvalidArgumentError, StoreClosedError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Split
@@ -18,7 +21,9 @@ from headwater.stores.base import (
     Filled,
     Loan,
     Piece,
+    Place,
     Progress,
+    Reservation,
     RootRef,
     Run,
     SpaceRef,
@@ -31,7 +36,8 @@ from headwater.stores.embedded.admin import Admin
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.janitor import PENDING_SHARE
 from headwater.stores.embedded.reader import ChunkLease, Reader
-from headwater.stores.embedded.writer import Ticket, Writer
+from headwater.stores.embedded.ticket import Ticket, close_all
+from headwater.stores.embedded.writer import Writer
 
 DEFAULT_DEADLINE_S = 1.0
 
@@ -48,6 +54,7 @@ class EmbeddedStore:
         self._writer = Writer(core)
         self._admin = Admin(core, self._reader)
         self.mapped = core.data.mapped
+        self.local_index = True
         g = core.geometry
         self.max_extent_bytes = min(g.segment_bytes, g.data_bytes // PENDING_SHARE)
 
@@ -107,6 +114,27 @@ class EmbeddedStore:
         with self._open():
             return self._writer.commit_filled(filled, self._deadline(deadline_s))
 
+    def places(self, reservations: Sequence[Reservation]) -> list[Place | None]:
+        with self._open():
+            return self._writer.places(reservations)
+
+    def commit_shard(
+        self,
+        reservations: Sequence[Reservation],
+        shard: Shard,
+        sums: npt.NDArray[np.uint64],
+        deadline_s: float | None = None,
+    ) -> list[Status]:
+        with self._open():
+            return self._writer.commit_shard(reservations, shard, sums, self._deadline(deadline_s))
+
+    def close_all(self, reservations: Sequence[Reservation]) -> None:
+        close_all([self._writer.own(reservation) for reservation in reservations])
+
+    def noted(self, reservations: Sequence[Reservation], layers: range, heads: range, part: int) -> list[int]:
+        with self._open():
+            return self._writer.noted(reservations, layers, heads, part)
+
     def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
         with self._open():
             return self._reader.lend(root, chunks, shard)
@@ -123,6 +151,10 @@ class EmbeddedStore:
     def pin(self, root: RootRef, key: bytes, pinned: bool) -> Status:
         with self._open():
             return self._admin.pin(key, pinned, self._deadline(None))
+
+    def abandon(self, keys: Sequence[bytes]) -> int:
+        with self._open():
+            return self._admin.abandon(keys, self._deadline(None))
 
     def remove(self, root: RootRef, keys: Sequence[bytes]) -> list[Status]:
         with self._open():

@@ -1,138 +1,45 @@
 """Writing: reserve an extent, fill it, commit its checksums. The commit that brings the last one makes it visible.
 
-A writer group is one running server; its ranks fill the same extents. Two groups never fill one extent: the second
-to come skips the chunk. While a process writes, it publishes the extent, so that nobody reuses the bytes under it
-even if its reservation was taken away.
+Who may fill which extent is decided in `reserver`. Checksums of many chunks are noted column by column: a server saves
+the same layers and heads of every chunk, and a transaction that every rank waits for must be short.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from headwater.errors import (
-    DeadlineError,
-    HeadwaterError,
-    InvalidArgumentError,
-    SpecMismatchError,
-    StoreClosedError,
-    StoreDamagedError,
-)
+from headwater.errors import DeadlineError, HeadwaterError, InvalidArgumentError, StoreDamagedError
 from headwater.kv.format import checksum, part_rows, scatter_part
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
-from headwater.stores.base import Filled, Piece, RootRef, SpaceRef, Status, Tiles
+from headwater.stores.base import Filled, Piece, Place, Reservation, RootRef, SpaceRef, Status, Tiles
 from headwater.stores.embedded.core import Core
-from headwater.stores.embedded.data import Sources
-from headwater.stores.embedded.fill import Sums, empty_payload, fill_mapped, put_all_sums, row_runs
+from headwater.stores.embedded.data import MappedData, Sources
+from headwater.stores.embedded.fill import Sums, fill_mapped, put_all_sums, row_runs
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.janitor import PENDING_SHARE
-from headwater.stores.embedded.layout import CHUNK, COMPLETE, PENDING, ROOT, SPACE, Record, Word
+from headwater.stores.embedded.layout import COMPLETE, PENDING, Word
 from headwater.stores.embedded.reader import extent_tiles
+from headwater.stores.embedded.reserver import Reserver
+from headwater.stores.embedded.ticket import Commit, Ticket
 
 _BATCH_CHUNKS = 64
-_ROOM_ROUNDS = 16
+_COLUMN_CHUNKS = 4
+"""From so many chunks on, columns are faster than one chunk after another."""
 
 
 @lru_cache(maxsize=64)
-def _check_place(layers: range, heads: range, parts: int, interleave: int, part: int) -> None:
-    """Raise TopologyError where no rank holds that. A server commits the same place for every chunk."""
-    Shard(layers, heads, Split(parts, interleave), part)
-
-
-def _new_id() -> int:
-    return int.from_bytes(os.urandom(8), "little") >> 1 | 1
-
-
-class Ticket:
-    """This process's right to fill one pending extent. See `stores.base.Reservation`."""
-
-    def __init__(self, writer: Writer, spec: KVSpec, chunk: ChunkRef, status: Status, entry: Entry | None) -> None:
-        self.writer = writer
-        self.spec = spec
-        self.chunk = chunk
-        self.status = status
-        self.entry = entry
-        self._open = entry is not None
-        self._pid = os.getpid()
-
-    @property
-    def tiles(self) -> Tiles | None:
-        """The extent's bytes as (layers, heads, tile bytes), to be filled in place; None where there is no extent."""
-        core = self.writer.core
-        if self.entry is None or not self._is_open or not core.data.mapped:
-            return None
-        with core.use():
-            return extent_tiles(core, self.spec, self.entry)
-
-    @property
-    def _is_open(self) -> bool:
-        # A forked child has published nothing, so its parent's tickets are not its own.
-        return self._open and self._pid == os.getpid()
-
-    def commit(
-        self,
-        layers: range,
-        heads: range,
-        part: int,
-        sums: Sequence[int] | npt.NDArray[np.uint64],
-        deadline_s: float = 1.0,
-    ) -> Status:
-        """See `stores.base.Reservation.commit`."""
-        commit = self.check_commit(layers, heads, part, sums)
-        if commit is None:
-            return Status.LOST
-        with self.writer.core.use():
-            return self.writer.commit([commit], self.spec, time.monotonic() + deadline_s)[0]
-
-    def noted(self, layers: range, heads: range, part: int) -> int:
-        """See `stores.base.Reservation.noted`."""
-        if self.entry is None:
-            return 0
-        with self.writer.core.use() as core:
-            return core.index.noted(self.entry, self.spec, layers, heads, part)
-
-    def check_commit(
-        self, layers: range, heads: range, part: int, sums: Sequence[int] | npt.NDArray[np.uint64]
-    ) -> Commit | None:
-        """What to commit; None where this process has no reservation. Raises InvalidArgumentError for a misfit."""
-        if self.entry is None or self._pid != os.getpid():
-            return None
-        record = self.entry.record
-        # A column of 64-bit numbers needs no look at each of them, and there may be hundreds a chunk.
-        values: Sums = sums.ravel() if isinstance(sums, np.ndarray) and sums.dtype == np.uint64 else list(sums)
-        _check_place(layers, heads, record.parts, max(record.interleave, 1), part)
-        fits = layers.stop <= self.spec.num_layers and heads.stop <= self.spec.num_kv_heads
-        in_range = not isinstance(values, list) or all(0 <= value < 1 << 64 for value in values)
-        if not fits or len(values) != len(layers) * len(heads) or not in_range:
-            raise InvalidArgumentError(
-                f"{len(values)} checksums were given for {layers} × {heads} of {self.spec}; expected 64 bits for each"
-            )
-        return self, layers, heads, part, values
-
-    def abort(self) -> None:
-        """See `stores.base.Reservation.abort`."""
-        with contextlib.suppress(StoreClosedError):
-            if self._is_open:
-                with self.writer.core.use():
-                    self.writer.abort([self])
-
-    def close(self) -> None:
-        """See `stores.base.Reservation.close`."""
-        was_open, self._open = self._is_open, False
-        if was_open and self.entry is not None:
-            self.writer.core.members.retract(self.entry.record.id)
-
-
-Commit = tuple[Ticket, range, range, int, Sums]
+def _tile_numbers(width: int, parts: int, layers: range, heads: range, part: int) -> npt.NDArray[np.int64]:
+    """Which of a record's checksums are those of these tiles, in [layer][head] order, in a model of `width` heads."""
+    tiles = np.array(layers, np.int64)[:, None] * width + np.array(heads, np.int64)
+    return (tiles * parts + part).reshape(-1)
 
 
 class Writer:
@@ -141,6 +48,7 @@ class Writer:
     def __init__(self, core: Core) -> None:
         self.core = core
         self._index = core.index
+        self._reserver = Reserver(core)
 
     # ---- whole writes -------------------------------------------------------------------------------------------
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline: float) -> list[Status]:
@@ -246,184 +154,58 @@ class Writer:
 
     # ---- reserving ----------------------------------------------------------------------------------------------
     def reserve(self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline: float) -> list[Ticket]:
-        """One transaction for all, more only where new segments must be had first."""
-        tickets: list[Ticket] = []
-
-        def work() -> bool:
-            home = self._ensure_root(root)
-            while len(tickets) < len(chunks):
-                chunk = chunks[len(tickets)]
-                outcome = Status.FULL if home is None else self._reserve_one(root, chunk, split)
-                if outcome is None:
-                    return False
-                entry = outcome if isinstance(outcome, Entry) else None
-                status = Status.OK if entry is not None else outcome
-                assert isinstance(status, Status)
-                tickets.append(Ticket(self, root.space.spec, chunk, status, entry))
-            return True
-
-        try:
-            while not self.core.transact(work, deadline):
-                self.core.grow(deadline)
-        except (DeadlineError, StoreDamagedError):
-            tickets += [Ticket(self, root.space.spec, c, Status.TIMEOUT, None) for c in chunks[len(tickets) :]]
-        return tickets
-
-    def _ensure_root(self, root: RootRef) -> Entry | None:
-        space = self._index.find(root.space.key)
-        if space is None:
-            space = self._insert_node(root.space.key, root.space.payload, SPACE, None, root.space.chunk_tokens)
-        else:
-            self.check_space(root.space, space)
-        if space is None:
-            return None
-        entry = self._index.find(root.key)
-        if entry is not None and entry.record.parent_id != space.record.id:
-            self.core.janitor.remove([entry])
-            entry = None
-        return entry or self._insert_node(root.key, root.payload, ROOT, space, root.space.chunk_tokens)
+        """See `stores.base.Store.reserve`."""
+        spec = root.space.spec
+        found = self._reserver.reserve(root, chunks, split, deadline)
+        return [
+            Ticket(self, spec, chunk, Status.OK, outcome)
+            if isinstance(outcome, Entry)
+            else Ticket(self, spec, chunk, outcome, None)
+            for chunk, outcome in zip(chunks, found, strict=True)
+        ]
 
     def check_space(self, space: SpaceRef, entry: Entry) -> None:
         """Raise SpecMismatchError unless the stored description of the space is ours."""
-        stored = self._index.payload(entry)
-        if stored is not None and stored != space.payload:
-            raise SpecMismatchError(
-                f"this store holds KV of the same weights under another spec: it has {_spec_text(stored)}, asked for "
-                f"{space.spec}; one of the two servers describes its cache wrongly"
-            )
+        self._reserver.check_space(space, entry)
 
-    def _insert_node(
-        self, key: bytes, payload: bytes, kind: int, parent: Entry | None, chunk_tokens: int
-    ) -> Entry | None:
-        now = time.time_ns()
-        record = Record(
-            key=key,
-            id=_new_id(),
-            parent_id=parent.record.id if parent else 0,
-            offset=0,
-            length=0,
-            group=0,
-            created_ns=now,
-            payload_sum=checksum(payload),
-            parent_cell=parent.cell if parent else 0,
-            num_tokens=0,
-            number=0,
-            num_sums=0,
-            interleave=0,
-            payload_bytes=len(payload),
-            parts=0,
-            kind=kind,
-            flags=0,
-            chunk_tokens=chunk_tokens,
-            row_bytes=0,
-            reserved=0,
-        )
-        return self._insert(record, payload, COMPLETE, parent, now)
+    def places(self, reservations: Sequence[Reservation]) -> list[Place | None]:
+        """See `stores.base.Store.places`."""
+        data, pid = self.core.data, os.getpid()
+        if not isinstance(data, MappedData):
+            return [None] * len(reservations)
+        places: list[Place | None] = []
+        for ticket in [self.own(reservation) for reservation in reservations]:
+            if ticket.entry is None or not ticket.is_open or ticket.pid != pid:
+                places.append(None)
+            else:
+                segment, start = divmod(ticket.entry.record.offset, data.segment_bytes)
+                places.append(Place(data.segment(segment), start))
+        return places
 
-    def _insert(self, record: Record, payload: bytes, state: int, parent: Entry | None, now: int) -> Entry | None:
-        # Counted as a child first: a childless parent might be evicted to make room for this very record.
-        if parent is not None:
-            self._index.add_child(parent.cell, 1)
-        for _ in range(_ROOM_ROUNDS):
-            cell = self._index.insert(record, payload, state, now)
-            if cell:
-                return self._index.entry(cell)
-            if not self.core.janitor.evict(1):
-                break
-        if parent is not None:
-            self._index.add_child(parent.cell, -1)
-        return None
+    def noted(self, reservations: Sequence[Reservation], layers: range, heads: range, part: int) -> list[int]:
+        """See `stores.base.Store.noted`."""
+        tickets = [self.own(reservation) for reservation in reservations]
+        entries = [ticket.entry for ticket in tickets if ticket.entry is not None]
+        if len(entries) < len(tickets) or len({entry.record.num_sums for entry in entries}) != 1:
+            return [ticket.noted(layers, heads, part) for ticket in tickets]
+        numbers = _tile_numbers(tickets[0].spec.num_kv_heads, entries[0].record.parts, layers, heads, part)
+        return self.core.columns.noted(entries, numbers)
 
-    def _reserve_one(self, root: RootRef, chunk: ChunkRef, split: Split) -> Entry | Status | None:
-        """The pending record to fill, or why there is none; None where another segment must be had first."""
-        index = self._index
-        parent = index.find(chunk.parent)
-        if parent is None or parent.state not in (PENDING, COMPLETE):
-            return Status.NO_PARENT
-        # Counted as a child from here on: a childless parent could be evicted to make room for this very chunk, or
-        # go with the dead writer's child that is removed below.
-        index.add_child(parent.cell, 1)
-        try:
-            return self._reserve_under(parent, root, chunk, split)
-        finally:
-            index.add_child(parent.cell, -1)
-
-    def _reserve_under(self, parent: Entry, root: RootRef, chunk: ChunkRef, split: Split) -> Entry | Status | None:
-        index, janitor, members = self._index, self.core.janitor, self.core.members
-        entry = index.find(chunk.key)
-        if entry is not None:
-            if entry.record.parent_id == parent.record.id:
-                if entry.state == COMPLETE:
-                    return Status.EXISTS
-                same_split = (entry.record.parts, entry.record.interleave) == (split.parts, split.interleave)
-                if not janitor.expired(entry):
-                    if entry.record.group != members.group or not same_split:
-                        return Status.BUSY
-                    return entry if members.publish(entry.record.id) else Status.FULL
-                index.words[Word.ABORTED] += 1
-            janitor.remove([entry])
-        return self._reserve_new(root, chunk, split, parent)
-
-    def _reserve_new(self, root: RootRef, chunk: ChunkRef, split: Split, parent: Entry) -> Entry | Status | None:
-        janitor, members, words = self.core.janitor, self.core.members, self._index.words
-        spec = root.space.spec
-        length = spec.extent_bytes(chunk.num_tokens)
-        pending_limit = self.core.geometry.data_bytes // PENDING_SHARE
-        if words[Word.PENDING] + length > pending_limit:
-            janitor.sweep()
-            if words[Word.PENDING] + length > pending_limit:
-                return Status.FULL
-        offset = janitor.allocate(length, evict=not self.core.can_grow)
-        if offset < 0:
-            return None if self.core.can_grow else Status.FULL
-        payload = empty_payload(spec, split, chunk)
-        now = time.time_ns()
-        record = Record(
-            key=chunk.key,
-            id=_new_id(),
-            parent_id=parent.record.id,
-            offset=offset,
-            length=length,
-            group=members.group,
-            created_ns=now,
-            payload_sum=0,
-            parent_cell=parent.cell,
-            num_tokens=chunk.num_tokens,
-            number=chunk.number,
-            num_sums=spec.num_tiles * split.parts,
-            interleave=split.interleave,
-            payload_bytes=len(payload),
-            parts=split.parts,
-            kind=CHUNK,
-            flags=0,
-            chunk_tokens=root.space.chunk_tokens,
-            row_bytes=spec.row_bytes,
-            reserved=0,
-        )
-        # Making room may have swept an expired parent away, which a count of children does not prevent.
-        above = self._index.entry(parent.cell, chunk.parent)
-        entry = None
-        if above is not None and above.record.id == parent.record.id:
-            entry = self._insert(record, payload, PENDING, parent, now)
-        if entry is None:
-            janitor.free_units(Entry(0, 0, record, ()))
-            return Status.FULL if above is not None else Status.NO_PARENT
-        words[Word.PENDING] += length
-        if not members.publish(record.id):
-            janitor.remove([entry])
-            return Status.FULL
-        return entry
+    def own(self, reservation: Reservation) -> Ticket:
+        """A reservation of this very store. Raises InvalidArgumentError for another's."""
+        if not isinstance(reservation, Ticket) or reservation.writer is not self:
+            raise InvalidArgumentError("a reservation of another store cannot be used here")
+        return reservation
 
     # ---- committing ---------------------------------------------------------------------------------------------
     def commit_filled(self, filled: Sequence[Filled], deadline: float) -> list[Status]:
         """See `stores.base.Store.commit`."""
         statuses, numbered, spec = [Status.LOST] * len(filled), list[tuple[int, Commit]](), None
         for i, (ticket, layers, heads, part, sums) in enumerate(filled):
-            if not isinstance(ticket, Ticket) or ticket.writer is not self:
-                raise InvalidArgumentError("a reservation of another store cannot be committed here")
-            commit = ticket.check_commit(layers, heads, part, sums)
+            own = self.own(ticket)
+            commit = own.check_commit(layers, heads, part, sums)
             if commit is not None:
-                spec = ticket.spec
+                spec = own.spec
                 numbered.append((i, commit))
         if spec is not None:
             outcome = self.commit([commit for _, commit in numbered], spec, deadline)
@@ -431,19 +213,88 @@ class Writer:
                 statuses[i] = status
         return statuses
 
+    def commit_shard(
+        self, reservations: Sequence[Reservation], shard: Shard, sums: npt.NDArray[np.uint64], deadline: float
+    ) -> list[Status]:
+        """See `stores.base.Store.commit_shard`."""
+        tickets = [self.own(reservation) for reservation in reservations]
+        if not tickets:
+            return []
+        if sums.dtype != np.uint64 or sums.shape != (len(tickets), len(shard.layers), len(shard.heads)):
+            raise InvalidArgumentError(
+                f"checksums are {sums.dtype} of shape {sums.shape}; expected 64 bits for each tile of {shard.layers} × "
+                f"{shard.heads} of {len(tickets)} chunks"
+            )
+        pid, spec = os.getpid(), tickets[0].spec
+        if any(ticket.entry is None or ticket.pid != pid for ticket in tickets):
+            raise InvalidArgumentError("some of these reservations are not open in this process")
+        tickets[0].check_commit(shard.layers, shard.heads, shard.part, sums[0])
+        rows = sums.reshape(len(tickets), -1)
+
+        def work() -> list[Status]:
+            if self._commit_rows(tickets, shard, rows):
+                return [Status.OK] * len(tickets)
+            place = shard.layers, shard.heads, shard.part
+            return self._commit_all(spec, [(ticket, *place, row) for ticket, row in zip(tickets, rows, strict=True)])
+
+        return self._settle(work, len(tickets), deadline)
+
+    def _commit_rows(self, tickets: Sequence[Ticket], shard: Shard, rows: npt.NDArray[np.uint64]) -> bool:
+        """Commit the same tiles of chunks of one shape; False, and not all of it done, where one was not as usual."""
+        entries = [ticket.entry for ticket in tickets if ticket.entry is not None]
+        first, spec = entries[0].record, tickets[0].spec
+        shapes = {(entry.record.num_sums, entry.record.parts) for entry in entries}
+        if len({entry.cell for entry in entries}) < len(tickets) or shapes != {
+            (spec.num_tiles * first.parts, first.parts)
+        }:
+            return False
+        numbers = _tile_numbers(spec.num_kv_heads, first.parts, shard.layers, shard.heads, shard.part)
+        fresh = self.core.columns.put(entries, numbers, rows)
+        if not fresh.all():
+            entries = [entries[row] for row in np.flatnonzero(fresh)]
+        self._complete(entries)
+        return len(entries) == len(tickets)
+
     def commit(self, commits: Sequence[Commit], spec: KVSpec, deadline: float) -> list[Status]:
         """Note what was filled, all in one transaction."""
         if not commits:
             return []
+        return self._settle(lambda: self._commit_all(spec, commits), len(commits), deadline)
+
+    def _settle(self, work: Callable[[], list[Status]], count: int, deadline: float) -> list[Status]:
         try:
-            return self.core.transact(lambda: [self._commit_one(spec, *commit) for commit in commits], deadline)
+            return self.core.transact(work, deadline)
         except DeadlineError:
-            return [Status.TIMEOUT] * len(commits)
+            return [Status.TIMEOUT] * count
         except StoreDamagedError:
-            return [Status.LOST] * len(commits)
+            return [Status.LOST] * count
+
+    def _commit_all(self, spec: KVSpec, commits: Sequence[Commit]) -> list[Status]:
+        done = self._commit_columns(spec, commits) if len(commits) >= _COLUMN_CHUNKS else set[int]()
+        return [Status.OK if i in done else self._commit_one(spec, *commit) for i, commit in enumerate(commits)]
+
+    def _commit_columns(self, spec: KVSpec, commits: Sequence[Commit]) -> set[int]:
+        """Commit those whose records are pending and new to their checksums, equal places together; which ones."""
+        groups: dict[tuple[range, range, int, int, int], dict[int, tuple[int, Entry, npt.NDArray[np.uint64]]]] = {}
+        for i, (ticket, layers, heads, part, sums) in enumerate(commits):
+            if ticket.entry is not None and isinstance(sums, np.ndarray):
+                record = ticket.entry.record
+                group = groups.setdefault((layers, heads, part, record.parts, record.num_sums), {})
+                group.setdefault(ticket.entry.cell, (i, ticket.entry, sums))
+        done: set[int] = set()
+        for (layers, heads, part, parts, num_sums), group in groups.items():
+            if num_sums != spec.num_tiles * parts:
+                continue
+            members = list(group.values())
+            entries = [entry for _, entry, _ in members]
+            numbers = _tile_numbers(spec.num_kv_heads, parts, layers, heads, part)
+            fresh = np.flatnonzero(self.core.columns.put(entries, numbers, np.stack([sums for *_, sums in members])))
+            self._complete([entries[row] for row in fresh])
+            done.update(members[row][0] for row in fresh)
+        return done
 
     def _commit_one(self, spec: KVSpec, ticket: Ticket, layers: range, heads: range, part: int, sums: Sums) -> Status:
-        index, words = self._index, self._index.words
+        index = self._index
         entry = index.entry(ticket.entry.cell, ticket.chunk.key) if ticket.entry is not None else None
         if entry is None or ticket.entry is None or entry.record.id != ticket.entry.record.id:
             return Status.LOST
@@ -454,17 +305,25 @@ class Writer:
         if not put_all_sums(index, spec, entry, layers, heads, part, sums):
             self._drop(entry)
             return Status.LOST
-        if index.complete(entry):
-            record = entry.record
-            words[Word.PENDING] -= min(record.length, words[Word.PENDING])
-            words[Word.CHUNKS] += 1
-            words[Word.STORED] += 1
-            words[Word.STORED_BYTES] += record.length
-            index.touch(entry.cell, time.time_ns())
-            parent = index.entry(record.parent_cell)
-            if record.is_tail and parent is not None and parent.record.id == record.parent_id:
-                index.add_tail(record.parent_cell, record.num_tokens)
+        self._complete([entry])
         return Status.OK
+
+    def _complete(self, entries: Sequence[Entry]) -> None:
+        """Make visible what has all its checksums."""
+        index, words = self._index, self._index.words
+        done = self.core.columns.complete(entries)
+        if not done:
+            return
+        num_bytes = sum([entry.record.length for entry in done])
+        words[Word.PENDING] -= min(num_bytes, words[Word.PENDING])
+        words[Word.CHUNKS] += len(done)
+        words[Word.STORED] += len(done)
+        words[Word.STORED_BYTES] += num_bytes
+        index.touch_all(np.array([entry.cell for entry in done], np.int64), time.time_ns())
+        for record in [entry.record for entry in done if entry.record.is_tail]:
+            parent = index.entry(record.parent_cell)
+            if parent is not None and parent.record.id == record.parent_id:
+                index.add_tail(record.parent_cell, record.num_tokens)
 
     def abort(self, tickets: Sequence[Ticket]) -> None:
         """Give chunks up for the whole group. Late or stuck is no matter: what is not aborted expires."""
@@ -488,10 +347,3 @@ class Writer:
         self._index.words[Word.ABORTED] += 1
         if self._index.words[Word.SWEEP]:
             self.core.janitor.sweep()
-
-
-def _spec_text(payload: bytes) -> str:
-    try:
-        return str(KVSpec.from_canonical(json.loads(payload)["spec"]))
-    except (ValueError, KeyError, TypeError):
-        return "one that cannot be read"

@@ -1,0 +1,258 @@
+"""Reserving: pending records with their extents, made or joined, many in one transaction.
+
+A writer group is one running server; its ranks fill the same extents. Two groups never fill one extent: the second
+to come skips the chunk. While a process writes, it publishes the extent, so that nobody reuses the bytes under it
+even if its reservation was taken away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+
+from headwater.errors import DeadlineError, SpecMismatchError, StoreDamagedError
+from headwater.kv.format import checksum
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import Split
+from headwater.stores.base import RootRef, SpaceRef, Status
+from headwater.stores.embedded.core import Core
+from headwater.stores.embedded.fill import empty_payload
+from headwater.stores.embedded.index import Entry
+from headwater.stores.embedded.janitor import PENDING_SHARE
+from headwater.stores.embedded.layout import CHUNK, COMPLETE, PENDING, ROOT, SPACE, Record, Word
+
+_ROOM_ROUNDS = 16
+_MAX_HOMES = 1024
+
+Outcome = Entry | Status
+"""The pending record to fill, or why there is none."""
+
+
+def _new_id() -> int:
+    return int.from_bytes(os.urandom(8), "little") >> 1 | 1
+
+
+class Reserver:
+    """The part of an embedded store that makes and joins pending records."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._index = core.index
+        self._homes: dict[bytes, tuple[Entry, Entry]] = {}
+        """(Space, root) that were found before, by the root's key."""
+
+    def reserve(self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline: float) -> list[Outcome]:
+        """One transaction for all, more only where new segments must be had first."""
+        found: list[Outcome] = []
+
+        def work() -> bool:
+            home = self._ensure_root(root)
+            # The chunk before, just looked at: the usual parent. Nothing is removed between one chunk and the next.
+            last = self._join_all(chunks[len(found) :], split, found) if home is not None else None
+            while len(found) < len(chunks):
+                outcome = Status.FULL if home is None else self._reserve_one(root, chunks[len(found)], split, last)
+                if outcome is None:
+                    return False
+                found.append(outcome)
+                last = outcome if isinstance(outcome, Entry) else None
+            return True
+
+        try:
+            while not self.core.transact(work, deadline):
+                self.core.grow(deadline)
+        except (DeadlineError, StoreDamagedError):
+            found += [Status.TIMEOUT] * (len(chunks) - len(found))
+        return found
+
+    def _join_all(self, chunks: Sequence[ChunkRef], split: Split, found: list[Outcome]) -> Entry | None:
+        """Join the first chunks as long as each is pending for this group under the one before; the last of them.
+
+        That is what every rank of a server but its first meets for whole prompts.
+        """
+        members = self.core.members
+        entries = self.core.columns.find([chunk.key for chunk in chunks]).entries()
+        parent = self._index.find(chunks[0].parent) if chunks else None
+        joined: list[Entry] = []
+        if parent is None or parent.state not in (PENDING, COMPLETE):
+            return None
+        for chunk, entry in zip(chunks, entries, strict=True):
+            if entry is None or entry.state != PENDING or chunk.parent != parent.record.key:
+                break
+            record = entry.record
+            if record.parent_id != parent.record.id or record.group != members.group:
+                break
+            if (record.parts, record.interleave) != (split.parts, split.interleave) or self.core.janitor.expired(entry):
+                break
+            joined.append(entry)
+            parent = entry
+        del joined[members.publish_all([entry.record.id for entry in joined]) :]
+        found += joined
+        return joined[-1] if joined else None
+
+    def _ensure_root(self, root: RootRef) -> Entry | None:
+        """The root's record under its space's, both made where they are missing."""
+        words, known = self._index.state_words, self._homes.get(root.key)
+        if known is not None and all(words[self._index.word_at(entry.cell)] == entry.word for entry in known):
+            return known[1]  # the same two records as before
+        space = self._index.find(root.space.key)
+        if space is None:
+            space = self._insert_node(root.space.key, root.space.payload, SPACE, None, root.space.chunk_tokens)
+        else:
+            self.check_space(root.space, space)
+        if space is None:
+            return None
+        entry = self._index.find(root.key)
+        if entry is not None and entry.record.parent_id != space.record.id:
+            self.core.janitor.remove([entry])
+            entry = None
+        entry = entry or self._insert_node(root.key, root.payload, ROOT, space, root.space.chunk_tokens)
+        if entry is not None:
+            if len(self._homes) >= _MAX_HOMES:
+                self._homes.clear()
+            self._homes[root.key] = space, entry
+        return entry
+
+    def check_space(self, space: SpaceRef, entry: Entry) -> None:
+        """Raise SpecMismatchError unless the stored description of the space is ours."""
+        stored = self._index.payload(entry)
+        if stored is not None and stored != space.payload:
+            raise SpecMismatchError(
+                f"this store holds KV of the same weights under another spec: it has {_spec_text(stored)}, asked for "
+                f"{space.spec}; one of the two servers describes its cache wrongly"
+            )
+
+    def _insert_node(
+        self, key: bytes, payload: bytes, kind: int, parent: Entry | None, chunk_tokens: int
+    ) -> Entry | None:
+        now = time.time_ns()
+        record = Record(
+            key=key,
+            id=_new_id(),
+            parent_id=parent.record.id if parent else 0,
+            offset=0,
+            length=0,
+            group=0,
+            created_ns=now,
+            payload_sum=checksum(payload),
+            parent_cell=parent.cell if parent else 0,
+            num_tokens=0,
+            number=0,
+            num_sums=0,
+            interleave=0,
+            payload_bytes=len(payload),
+            parts=0,
+            kind=kind,
+            flags=0,
+            chunk_tokens=chunk_tokens,
+            row_bytes=0,
+            reserved=0,
+        )
+        return self._insert(record, payload, COMPLETE, parent, now)
+
+    def _insert(self, record: Record, payload: bytes, state: int, parent: Entry | None, now: int) -> Entry | None:
+        # Counted as a child first: a childless parent might be evicted to make room for this very record.
+        if parent is not None:
+            self._index.add_child(parent.cell, 1)
+        for _ in range(_ROOM_ROUNDS):
+            cell = self._index.insert(record, payload, state, now)
+            if cell:
+                return self._index.entry(cell)
+            if not self.core.janitor.evict(1):
+                break
+        if parent is not None:
+            self._index.add_child(parent.cell, -1)
+        return None
+
+    def _reserve_one(self, root: RootRef, chunk: ChunkRef, split: Split, last: Entry | None) -> Outcome | None:
+        """None where another segment must be had first."""
+        index = self._index
+        parent = last if last is not None and last.record.key == chunk.parent else index.find(chunk.parent)
+        if parent is None or parent.state not in (PENDING, COMPLETE):
+            return Status.NO_PARENT
+        entry = index.find(chunk.key)
+        joined = self._join(entry, parent, split) if entry is not None else None
+        if joined is not None:
+            return joined
+        # Counted as a child from here on: a childless parent could be evicted to make room for this very chunk, or
+        # go with the dead writer's child that is removed below.
+        index.add_child(parent.cell, 1)
+        try:
+            if entry is not None:
+                index.words[Word.ABORTED] += entry.record.parent_id == parent.record.id
+                self.core.janitor.remove([entry])
+            return self._reserve_new(root, chunk, split, parent)
+        finally:
+            index.add_child(parent.cell, -1)
+
+    def _join(self, entry: Entry, parent: Entry, split: Split) -> Outcome | None:
+        """What a record that is there means for whoever wants to write; None where it is dead and must go."""
+        record, members = entry.record, self.core.members
+        if record.parent_id != parent.record.id:
+            return None
+        if entry.state == COMPLETE:
+            return Status.EXISTS
+        if self.core.janitor.expired(entry):
+            return None
+        if record.group != members.group or (record.parts, record.interleave) != (split.parts, split.interleave):
+            return Status.BUSY
+        return entry if members.publish(record.id) else Status.FULL
+
+    def _reserve_new(self, root: RootRef, chunk: ChunkRef, split: Split, parent: Entry) -> Outcome | None:
+        janitor, members, words = self.core.janitor, self.core.members, self._index.words
+        spec = root.space.spec
+        length = spec.extent_bytes(chunk.num_tokens)
+        pending_limit = self.core.geometry.data_bytes // PENDING_SHARE
+        if words[Word.PENDING] + length > pending_limit:
+            janitor.sweep()
+            if words[Word.PENDING] + length > pending_limit:
+                return Status.FULL
+        offset = janitor.allocate(length, evict=not self.core.can_grow)
+        if offset < 0:
+            return None if self.core.can_grow else Status.FULL
+        payload = empty_payload(spec, split, chunk)
+        now = time.time_ns()
+        record = Record(
+            key=chunk.key,
+            id=_new_id(),
+            parent_id=parent.record.id,
+            offset=offset,
+            length=length,
+            group=members.group,
+            created_ns=now,
+            payload_sum=0,
+            parent_cell=parent.cell,
+            num_tokens=chunk.num_tokens,
+            number=chunk.number,
+            num_sums=spec.num_tiles * split.parts,
+            interleave=split.interleave,
+            payload_bytes=len(payload),
+            parts=split.parts,
+            kind=CHUNK,
+            flags=0,
+            chunk_tokens=root.space.chunk_tokens,
+            row_bytes=spec.row_bytes,
+            reserved=0,
+        )
+        # Making room may have swept an expired parent away, which a count of children does not prevent.
+        above = self._index.entry(parent.cell, chunk.parent)
+        entry = None
+        if above is not None and above.record.id == parent.record.id:
+            entry = self._insert(record, payload, PENDING, parent, now)
+        if entry is None:
+            janitor.free_units(Entry(0, 0, record, ()))
+            return Status.FULL if above is not None else Status.NO_PARENT
+        words[Word.PENDING] += length
+        if not members.publish(record.id):
+            janitor.remove([entry])
+            return Status.FULL
+        return entry
+
+
+def _spec_text(payload: bytes) -> str:
+    try:
+        return str(KVSpec.from_canonical(json.loads(payload)["spec"]))
+    except (ValueError, KeyError, TypeError):
+        return "one that cannot be read"
