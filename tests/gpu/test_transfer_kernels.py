@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="Triton is not installed: its kernels are not checked here")
 
 from headwater.kernels.extent_triton import move_rows_triton  # noqa: E402
+from headwater.kernels.post import post  # noqa: E402
 from headwater.kernels.xxh3 import unsigned, xxh3_tiles, xxh3_tiles_cpu  # noqa: E402
 from headwater.kv.format import checksum  # noqa: E402
 from headwater.kv.spec import KVSpec  # noqa: E402
@@ -43,6 +44,31 @@ def test_moves(draw):
     seed = random.randrange(2**31)
     check_gather(random.Random(seed), "cuda", move_rows_triton)
     check_scatter(random.Random(seed + 1), "cuda", move_rows_triton)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 5000])
+def test_answers_do_not_wait_for_the_copy_engine(count):
+    """Behind a copy of a gigabyte on another stream, an answer is there long before that copy has ended."""
+    for source in (torch.randint(-(2**63), 2**63 - 1, (count,), device="cuda"), torch.rand(count, device="cuda") < 0.5):
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        large, there = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"), torch.empty(1 << 30, dtype=torch.uint8)
+        there = there.pin_memory()
+        post(source, target)  # compiled
+        torch.cuda.synchronize()
+        if count:
+            target.fill_(0)
+        copies, own = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(copies):
+            there.copy_(large, non_blocking=True)
+            ended = copies.record_event()
+        with torch.cuda.stream(own):
+            post(source, target)
+            answered = own.record_event()
+        answered.synchronize()
+        assert not ended.query()
+        got = target.clone()
+        torch.cuda.synchronize()
+        assert torch.equal(got, source.cpu())
 
 
 @pytest.mark.parametrize("draw", range(8))

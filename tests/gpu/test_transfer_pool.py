@@ -11,6 +11,14 @@ pytest.importorskip("triton", reason="Triton is not installed: its kernels are n
 from headwater.stores.embedded import destroy  # noqa: E402
 from headwater.stores.url import parse_url  # noqa: E402
 from headwater.transfer import registered  # noqa: E402
+from transfer_layer_cases import (  # noqa: E402
+    check_abandoned,
+    check_deadline,
+    check_full_ring,
+    check_layer_damage,
+    check_layer_load,
+    check_layer_save,
+)
 from transfer_pool_cases import EXTENT, check_bounds, check_damage, check_load, check_save  # noqa: E402
 
 
@@ -43,6 +51,42 @@ def test_a_full_ring_drops_and_a_cancelled_load_ends(url):
 
 
 def test_without_registration_the_bytes_go_through_pinned_memory(url, monkeypatch):
-    monkeypatch.setattr(registered.Registered, "ensure", lambda self, view: False)
+    monkeypatch.setattr(registered.Registered, "address", lambda self, segment: None)
     check_save(url, "cuda", 2, 8 * EXTENT)
     check_load("memory://?capacity=32MiB", "cuda", 2, 8 * EXTENT)
+
+
+@pytest.mark.parametrize("ring", [2 * EXTENT // 8, 3 * EXTENT, 64 * EXTENT])
+@pytest.mark.parametrize("tp", [1, 2, 8, 16])
+def test_saved_layer_by_layer_beside_a_slow_stream(url, tp, ring):
+    check_layer_save(url, "cuda", tp, ring)
+    assert not registered._uses
+
+
+@pytest.mark.parametrize("ring", [2 * EXTENT // 8, 64 * EXTENT])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_loaded_layer_by_layer_for_a_stream_that_waits(url, tp, ring):
+    check_layer_load(url, "cuda", tp, ring)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_a_damaged_tile_ends_a_load_by_layers(url, layer):
+    check_layer_damage(url, "cuda", layer)
+
+
+def test_a_full_ring_in_the_middle_of_a_step(url):
+    check_full_ring(url, "cuda")
+
+
+def test_a_step_that_was_not_finished(url):
+    check_abandoned(url, "cuda")
+
+
+def test_nobody_waits_longer_than_the_deadline(url):
+    check_deadline(url, "cuda")
+
+
+def test_layer_by_layer_through_pinned_memory(url, monkeypatch):
+    monkeypatch.setattr(registered.Registered, "address", lambda self, segment: None)
+    check_layer_save(url, "cuda", 2, 16 * EXTENT)
+    check_layer_load("memory://?capacity=32MiB", "cuda", 2, 8 * EXTENT)

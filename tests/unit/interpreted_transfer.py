@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.kernels.extent_triton import CopyConfig, move_rows_triton
+from headwater.kernels.post_triton import post_triton
 from headwater.kernels.xxh3 import unsigned
 from headwater.kernels.xxh3_triton import HashConfig, xxh3_tiles_triton
 
@@ -54,3 +55,11 @@ def test_checksums_of_every_class(length):
     tiles = torch.randint(0, 256, (2, length), dtype=torch.uint8)
     expected = [xxhash.xxh3_64_intdigest(bytes(tile.tolist())) for tile in tiles]
     assert unsigned(xxh3_tiles_triton(tiles)) == expected
+
+
+@pytest.mark.parametrize("count", [0, 1, 1024, 3000])
+def test_answers(count):
+    for source in (torch.randint(-(2**63), 2**63 - 1, (count,)), torch.rand(count) < 0.5):
+        target = torch.zeros_like(source)
+        post_triton(source, target)
+        assert torch.equal(target, source)

@@ -31,6 +31,7 @@ def test_without_a_gpu_the_figures_are_null_and_the_reason_is_given() -> None:
     assert "no CUDA device found" in table.stdout
 
 
+@pytest.mark.slow
 def test_a_quick_run_on_a_cpu_measures_everything_and_leaves_nothing() -> None:
     before = set(os.listdir("/dev/shm"))
     report = transfer.run(transfer.QUICK, device="cpu")

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="the transfer needs torch")
+torch = pytest.importorskip("torch", reason="the transfer needs torch")
 
-from headwater.transfer import device_ring
-from transfer_pool_cases import EXTENT, check_bounds, check_damage, check_load, check_save
+from headwater.kv.topology import whole_shard  # noqa: E402
+from headwater.transfer import extents  # noqa: E402
+from headwater.transfer.copy import Copy, run_copies  # noqa: E402
+from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
+from transfer_layer_cases import (  # noqa: E402
+    check_abandoned,
+    check_deadline,
+    check_full_ring,
+    check_layer_damage,
+    check_layer_load,
+    check_layer_save,
+)
+from transfer_pool_cases import (  # noqa: E402
+    EXTENT,
+    SPEC,
+    check_bounds,
+    check_damage,
+    check_load,
+    check_save,
+)
 
 MAPPED = "memory://?capacity=32MiB"
 
@@ -21,6 +39,35 @@ MAPPED = "memory://?capacity=32MiB"
 def test_saves_and_loads(tp: int, ring: int) -> None:
     check_save(MAPPED, "cpu", tp, ring)
     check_load(MAPPED, "cpu", tp, ring)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8, 16])
+@pytest.mark.parametrize("ring", [2 * EXTENT // 8, 3 * EXTENT, 64 * EXTENT])
+def test_layer_by_layer(tp: int, ring: int) -> None:
+    check_layer_save(MAPPED, "cpu", tp, ring)
+    check_layer_load(MAPPED, "cpu", tp, ring)
+
+
+def test_layer_by_layer_where_the_store_is_not_mapped(tmp_path: Path) -> None:
+    check_layer_save(f"file://{tmp_path}/a?capacity=32MiB", "cpu", 2, 16 * EXTENT)
+    check_layer_load(f"file://{tmp_path}/b?capacity=32MiB", "cpu", 2, 4 * EXTENT)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_a_damaged_tile_ends_a_load_by_layers(layer: int) -> None:
+    check_layer_damage(MAPPED, "cpu", layer)
+
+
+def test_a_full_ring_in_the_middle_of_a_step() -> None:
+    check_full_ring(MAPPED, "cpu")
+
+
+def test_a_step_that_was_not_finished() -> None:
+    check_abandoned(MAPPED, "cpu")
+
+
+def test_nobody_waits_longer_than_the_deadline() -> None:
+    check_deadline(MAPPED, "cpu")
 
 
 def test_stores_that_are_not_mapped(tmp_path: Path) -> None:
@@ -37,27 +84,29 @@ def test_bounds() -> None:
 
 
 def test_without_registration_other_ranks_tiles_survive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwater.transfer.registered.Registered.ensure", lambda self, view: False)
+    monkeypatch.setattr("headwater.transfer.registered.Registered.address", lambda self, segment: None)
     check_save(MAPPED, "cpu", 2, 8 * EXTENT)
     check_load(MAPPED, "cpu", 2, 8 * EXTENT)
 
 
 def test_no_copy_crosses_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments may be neighbours in memory, but each is registered by itself."""
-    calls: list[set[int]] = []
-    plain = device_ring.copy_pieces
+    segment_bytes = 4 * EXTENT
+    calls: list[Copy] = []
 
-    def spy(targets: list[Any], sources: list[Any]) -> None:
-        calls.append({id(_base(side)) for side in (*targets, *sources) if isinstance(side, np.ndarray)})
-        plain(targets, sources)
+    def spy(copies: Iterable[Copy], device: torch.device) -> None:
+        listed = list(copies)
+        calls.extend(listed)
+        run_copies(listed, device)
 
-    monkeypatch.setattr(device_ring, "copy_pieces", spy)
-    check_save(f"memory://?capacity=32MiB&segment={3 * EXTENT}", "cpu", 1, 64 * EXTENT)
-    assert len(calls) > 3
-    assert {len(segments) for segments in calls} == {1}
-
-
-def _base(array: Any) -> Any:
-    while isinstance(array.base, np.ndarray) or not isinstance(array, np.ndarray):
-        array = array.base
-    return array
+    # One registration after another in one stretch of memory: what joins them would show.
+    memory = np.zeros(8 * segment_bytes, np.uint8)
+    shard, step = whole_shard(SPEC), EXTENT
+    starts = [memory.ctypes.data + number * step for number in range(12)]
+    staging = np.zeros(12 * EXTENT, np.uint8)
+    tile = EXTENT // SPEC.num_tiles
+    stored = [(number // 4, start) for number, start in enumerate(starts)]
+    staged = [staging.ctypes.data + number * EXTENT for number in range(12)]
+    monkeypatch.setattr(extents, "run_copies", spy)
+    copy_extents(Piece(shard, tile), stored, staged, SPEC.num_kv_heads, torch.device("cpu"), to_host=True)
+    assert [copy.depth for copy in calls] == [4, 4, 4]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headwater.bench.measure import Note, Rounds, gbps
+from headwater.bench.measure import Note, Rounds, gbps, take_turns
 from headwater.errors import EngineError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.identity import Identity
@@ -54,7 +55,7 @@ class TransferBench:
     block_size: int = 16
     staging_bytes: int = 1 << 30
     pairs: int = 7
-    num_products: int = 60
+    num_products: int = 128
     product_size: int = 8192
     naive_copies: int = 4000
     is_quick: bool = False
@@ -120,7 +121,7 @@ def _one_rank(
         report |= {"naive_save_s": naive_s * rows, "naive_ratio": rounds.time("out") / (naive_s * rows)}
         report["naive_note"] = f"extrapolated from {bench.naive_copies:,} of {rows:,} copies"
         note("matrix products beside saving")
-        report |= _interference(bench, rank, device)
+        report |= _interference(bench, rank, total / rounds.time("out"), device)
     return report
 
 
@@ -355,41 +356,66 @@ def _naive(bench: TransferBench, rank: _Rank, large: _Large, device: torch.devic
     return (time.perf_counter() - start) / len(pairs)
 
 
-def _interference(bench: TransferBench, rank: _Rank, device: torch.device) -> dict[str, float]:
-    """Matrix products alone and beside saves that keep the bus busy, all on one stream as an engine has it."""
+def _interference(bench: TransferBench, rank: _Rank, out_rate: float, device: torch.device) -> dict[str, float]:
+    """Matrix products alone and beside saves that keep the bus busy, all launched by one thread as an engine does it.
+
+    A product stands for a layer. Its KV leaves layer by layer, as an engine saves a prompt; and, for comparison, in one
+    piece after each product (`at_once`). How many tokens a step has is chosen so that the bus has just enough to do.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left = torch.randn(bench.product_size, bench.product_size, dtype=dtype, device=device)
     right, out = torch.randn_like(left), torch.empty_like(left)
-    saver = rank.saver
-    per_product = saver.ring.batch
-    saved: list[int] = []
+    saver, num_layers, extent = rank.saver, bench.num_layers, rank.space.spec.extent_bytes(bench.chunk_tokens)
+    num_steps = max(1, round(bench.num_products / num_layers))
+    saved: dict[str, list[float]] = {"layers": [], "at_once": []}
 
-    def products(save: bool) -> None:
+    def products(after: Callable[[int], object], num_products: int = num_steps * num_layers) -> None:
         ahead: list[torch.cuda.Event] = []
-        at = 0
-        for _ in range(bench.num_products):
+        for number in range(num_products):
             torch.mm(left, right, out=out)
-            if save and at + per_product <= len(rank.chunks) and saver.ring.num_free >= per_product:
-                saver.save(rank.chunks[at : at + per_product], rank.blocks)
-                at += per_product
+            after(number)
             if device.type == "cuda":
                 ahead.append(torch.cuda.current_stream().record_event())
                 if len(ahead) > 2:  # an engine is a step or two ahead of its device, too
                     ahead.pop(0).synchronize()
-        if save:
-            saved.append(at * rank.space.spec.extent_bytes(bench.chunk_tokens))
 
-    def settle() -> None:
-        saver.drain(_DEADLINE_S)
+    def timed(name: str, after: Callable[[int], object]) -> float:
         rank.renew()
+        products(lambda number: None, num_layers)  # the clock of a device that did nothing is another one
+        _wait_for(device)
+        before, start = saver.num_bytes, time.perf_counter()
+        products(after)
+        _wait_for(device, all_streams=False)
+        seconds = time.perf_counter() - start
+        saver.drain(_DEADLINE_S)
+        if name in saved:
+            saved[name].append((saver.num_bytes - before) / (time.perf_counter() - start))
+        return seconds
 
-    work = {"alone": lambda: products(False), "beside": lambda: products(True), "again": lambda: products(False)}
-    rounds = _rounds(work, bench.pairs, settle, device, between=settle)
+    step_s = min(timed("", lambda number: None) for _ in range(3)) / num_steps
+    per_step = int(np.clip(0.75 * step_s * out_rate / extent, 1, len(rank.chunks) // num_steps))
+
+    def layer(number: int) -> None:
+        step, layer = divmod(number, num_layers)
+        if not layer:
+            saver.begin(rank.chunks[step * per_step : (step + 1) * per_step], rank.blocks)
+        saver.layer_done(layer)
+
+    def whole(number: int) -> None:
+        chunks = rank.chunks[number * per_step // num_layers : (number + 1) * per_step // num_layers]
+        if chunks and saver.ring.num_free >= len(chunks):
+            saver.save(chunks, rank.blocks)
+
+    turns = {"alone": lambda number: None, "layers": layer, "at_once": whole, "again": lambda number: None}
+    rounds = take_turns({name: partial(timed, name, after) for name, after in turns.items()}, bench.pairs + 2)
     saver.drain(_DEADLINE_S)
     return {
-        "interference": rounds.ratio("beside", "alone"),
+        "interference": rounds.ratio("layers", "alone"),
         "interference_noise": rounds.noise("again", "alone"),
-        "interference_saving_gbps": gbps(int(np.median(saved)), rounds.time("beside")),
+        "interference_saving_gbps": float(np.median(saved["layers"])) / 1e9,
+        "interference_at_once": rounds.ratio("at_once", "alone"),
+        "interference_at_once_saving_gbps": float(np.median(saved["at_once"])) / 1e9,
+        "interference_dropped": saver.num_dropped,
     }
 
 
@@ -398,7 +424,6 @@ def _rounds(
     count: int,
     renew: Callable[[], None],
     device: torch.device,
-    between: Callable[[], None] = lambda: None,
 ) -> Rounds:
     """Once around without counting, then in turns; what has to come before a round is not measured."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
@@ -408,11 +433,10 @@ def _rounds(
             _wait_for(device)
             start = time.perf_counter()
             run()
-            _wait_for(device, all_streams=name != "beside")
+            _wait_for(device)
             took = time.perf_counter() - start
             if number:
                 seconds[name].append(took)
-            between()
     return Rounds(seconds)
 
 

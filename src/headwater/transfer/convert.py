@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headwater.errors import BufferMismatchError, InvalidArgumentError
 from headwater.kernels.extent import Compact, Move, Spans, Target, gather_rows, scatter_rows
+from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.buffers import RawBuffer
 from headwater.transfer.view import PagedView
@@ -87,6 +88,18 @@ class Plan:
             found.append(flat[start : start + size].view(shape))
         return found
 
+    def part(self, spans: range) -> Plan:
+        """The plan of some consecutive spans; this one itself where that is all of them."""
+        if len(spans) == self.num_spans:
+            return self
+        every = self.spans
+        first = every.first_block[spans.start]
+        last = every.first_block[spans.stop] if spans.stop < self.num_spans else len(every.blocks)
+        tables = (
+            table[spans.start : spans.stop] for table in (every.first_block - first, every.offset, every.num_rows)
+        )
+        return Plan(self.view, self.shard, Spans(every.blocks[first:last], *tables))
+
     @cached_property
     def device_spans(self) -> Tensor:
         """The spans' numbers on the device."""
@@ -129,6 +142,27 @@ def plan_spans(view: PagedView, shard: Shard, spans: Sequence[Span]) -> Plan:
         total += high - low
     tables = (np.array(numbers, np.int64) for numbers in (first_block, offsets, num_rows))
     return Plan(view, shard, Spans(np.concatenate(blocks), *tables))
+
+
+def plan_chunks(view: PagedView, shard: Shard, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> Plan:
+    """`plan_spans` for chunks of one request; a fraction of a microsecond each where no tokens are divided."""
+    if shard.split.parts > 1 or not chunks:
+        return plan_spans(view, shard, [Span(block_ids, chunk.first_token, chunk.num_tokens) for chunk in chunks])
+    ids, size = _checked_blocks(block_ids, view.num_blocks), view.block_size
+    first = np.array([chunk.first_token for chunk in chunks], np.int64)
+    num_rows = np.array([chunk.num_tokens for chunk in chunks], np.int64)
+    low, high = first // size, -(-(first + num_rows) // size)
+    if num_rows.min() < 1 or first.min() < 0 or high.max() > len(ids):
+        raise InvalidArgumentError(
+            f"chunks of {num_rows.min()} tokens and more need {high.max()} blocks of {size}; the request has {len(ids)}"
+        )
+    if (low[1:] == high[:-1]).all():
+        blocks = ids[low[0] : high[-1]]
+    else:
+        pairs = zip(low.tolist(), high.tolist(), strict=True)
+        blocks = np.concatenate([ids[start:stop] for start, stop in pairs])
+    first_block = np.cumsum(high - low) - (high - low)
+    return Plan(view, shard, Spans(blocks, first_block, first - low * size, num_rows))
 
 
 def gather(plan: Plan, layers: range, out: Staging) -> None:

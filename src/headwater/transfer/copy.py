@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -130,7 +130,15 @@ def copy_pieces(targets: Sequence[Tiles], sources: Sequence[Tiles]) -> None:
     device = devices.pop()
     if devices:
         raise BufferMismatchError(f"pieces lie on several devices, {device} and {devices}")
-    copies = list(plan_copies(targets, sources))
+    run_copies(plan_copies(targets, sources), device)
+
+
+def run_copies(copies: Iterable[Copy], device: torch.device) -> None:
+    """Carry copies out on the current stream of a device, without waiting; on a CPU at once. Addresses are trusted."""
+    if device.type == "cpu":
+        for copy in copies:
+            _replay(copy)
+        return
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device)
         if not getattr(_thread, "entered", False):
@@ -162,16 +170,24 @@ def unregister_host(memory: npt.NDArray[np.uint8]) -> None:
 
 def plan_copies(targets: Sequence[Tiles], sources: Sequence[Tiles]) -> Iterator[Copy]:
     """The driver's calls for some pieces. Touches no memory."""
+
+    def pieces() -> Iterator[Copy]:
+        for target, source in zip(targets, sources, strict=True):
+            to, shape, to_strides = _place(target)
+            of, given, of_strides = _place(source)
+            if shape != given:
+                raise BufferMismatchError(f"tiles of shape {given} do not fit {shape}")
+            rows = common_rows(shape, to_strides, of_strides)
+            if rows.width and rows.height:
+                yield Copy(to, of, rows)
+
+    return join_copies(pieces())
+
+
+def join_copies(pieces: Iterable[Copy]) -> Iterator[Copy]:
+    """The same in fewer calls: pieces that follow each other evenly on both sides become one."""
     last: Copy | None = None
-    for target, source in zip(targets, sources, strict=True):
-        to, shape, to_strides = _place(target)
-        of, given, of_strides = _place(source)
-        if shape != given:
-            raise BufferMismatchError(f"tiles of shape {given} do not fit {shape}")
-        rows = common_rows(shape, to_strides, of_strides)
-        if not rows.width or not rows.height:
-            continue
-        piece = Copy(to, of, rows)
+    for piece in pieces:
         joined = _join(last, piece) if last is not None else None
         if joined is None and last is not None:
             yield last
@@ -183,7 +199,7 @@ def plan_copies(targets: Sequence[Tiles], sources: Sequence[Tiles]) -> Iterator[
 def _join(last: Copy, piece: Copy) -> Copy | None:
     """Both in one call, where the piece goes on at the distance of those before it."""
     rows = last.rows
-    if piece.rows != rows:
+    if piece.rows != rows or piece.depth > 1:
         return None
     target_step, source_step = (
         (last.target_step, last.source_step)
@@ -192,11 +208,17 @@ def _join(last: Copy, piece: Copy) -> Copy | None:
     )
     if piece.target - last.target != last.depth * target_step or piece.source - last.source != last.depth * source_step:
         return None
-    for step, pitch in ((target_step, rows.target_pitch), (source_step, rows.source_pitch)):
-        # The driver counts the distance in rows, and the pieces must lie one behind the other.
+    both = Copy(last.target, last.source, rows, last.depth + 1, target_step, source_step)
+    return both if fits_driver(both) else None
+
+
+def fits_driver(copy: Copy) -> bool:
+    """Whether the driver can do that in one call: it counts distances in rows, and pieces must not overlap."""
+    rows = copy.rows
+    for step, pitch in ((copy.target_step, rows.target_pitch), (copy.source_step, rows.source_pitch)):
         if step < (pitch * rows.height if rows.height > 1 else rows.width) or (rows.height > 1 and step % pitch):
-            return None
-    return Copy(last.target, last.source, rows, last.depth + 1, target_step, source_step)
+            return False
+    return True
 
 
 @lru_cache(maxsize=1024)
@@ -238,6 +260,15 @@ def _issue(copy: Copy, stream: int) -> None:
         result = _driver().cuMemcpy3DAsync_v2(ctypes.byref(box), ctypes.c_void_p(stream))
     if result:
         raise EngineError(f"a copy of {depth} × {height} rows of {width} bytes failed with CUDA error {result}")
+
+
+def _replay(copy: Copy) -> None:
+    """One copy, by the processor."""
+    rows = copy.rows
+    for slice_ in range(copy.depth):
+        target, source = copy.target + slice_ * copy.target_step, copy.source + slice_ * copy.source_step
+        for row in range(rows.height):
+            ctypes.memmove(target + row * rows.target_pitch, source + row * rows.source_pitch, rows.width)
 
 
 @cache

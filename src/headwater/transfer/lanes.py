@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ class _Past:
         return
 
 
-_PAST = _Past()
+OVER: Mark = _Past()
 
 
 class Lane:
@@ -40,7 +41,7 @@ class Lane:
     def mark(self, *, blocking: bool = False) -> Mark:
         """This moment. Waiting for a blocking one leaves the processor to others, and takes some microseconds more."""
         if self._stream is None:
-            return _PAST
+            return OVER
         event = torch.cuda.Event(blocking=blocking)
         event.record(self._stream)
         return event
@@ -56,10 +57,16 @@ def current_lane(device: torch.device) -> Lane:
     return Lane(device, stream=torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
 
+SWITCH_S = 0.0002
+"""How long a thread may keep the interpreter while another wants it. With Python's five milliseconds, whoever launches
+work for the device would wait for a thread that reserves or commits, and the device for both."""
+
+
 def enter_thread(device: torch.device) -> None:
     """Make a device the calling thread's own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

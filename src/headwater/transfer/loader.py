@@ -76,6 +76,8 @@ class Loader:
         self._changed = threading.Condition()
         """Guards `_open`; told whenever a load has got further."""
         self._closing = False
+        self._current: _Load | None = None
+        """What the receiver's thread works on."""
         self.statuses: Counter[Status] = Counter()
         self.num_bytes = 0
         self.seconds = 0.0
@@ -95,7 +97,11 @@ class Loader:
         with self._changed:
             self._open.append(load)
             self._changed.notify_all()
-        self._queue.put(load)
+            is_stuck = self._current is not None and self._current.is_over
+        if is_stuck:  # in a load that was ended without it: the next one would wait for nothing
+            self._give_up(load)
+        else:
+            self._queue.put(load)
 
     def wait_layer(self, layer: int) -> None:
         """Wait until the loads that go layer by layer have brought this layer (of the whole model), or have ended."""
@@ -130,12 +136,14 @@ class Loader:
         while (load := self._queue.get()) is not None:
             start = time.monotonic()
             num_loaded = 0
+            self._current = load
             try:
                 num_loaded = 0 if self._closing else self._load(load)
             except Exception:
                 log.exception("a load failed; the engine computes what is missing")
                 self.statuses[Status.MISS] += 1
             finally:
+                self._current = None
                 self.seconds += time.monotonic() - start
                 self._end(load, num_loaded)
 
@@ -197,6 +205,10 @@ class Loader:
             self._changed.notify_all()
         self._on_done(load.name, num_loaded)
 
+    def _give_up(self, load: _Load) -> None:
+        self.statuses[Status.TIMEOUT] += len(load.chunks)
+        self._end(load, 0)
+
     def _shape(self, chunk: ChunkRef, shard: Shard) -> tuple[int, int, int]:
         return shard.local_shape(self._space.spec, chunk.first_token, chunk.num_tokens)
 
@@ -214,5 +226,4 @@ class Loader:
                     self._changed.wait(None if next_due is None else next_due - now)
             for load in due:
                 log.warning("no answer from the pool in %.1f s; the engine computes what is missing", self._deadline_s)
-                self.statuses[Status.TIMEOUT] += len(load.chunks)
-                self._end(load, 0)
+                self._give_up(load)

@@ -1,7 +1,4 @@
-"""Segments of mapped stores that the device may copy from and into: registered once a process, by whoever comes first.
-
-A view of stored tiles leads to its segment: numpy keeps, as a view's base, the array that covers the whole mapping.
-"""
+"""Segments of mapped stores that the device may copy from and into: registered once, by whoever comes first."""
 
 from __future__ import annotations
 
@@ -29,35 +26,33 @@ class Registered:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: dict[int, Bytes] = {}
+        self._known: dict[int, tuple[int, Bytes]] = {}
 
-    def ensure(self, view: Bytes) -> bool:
-        """Register the segment of a view, if it is not yet; False where the driver refuses.
+    def address(self, segment: Bytes) -> int | None:
+        """Where a segment begins, registered if it was not yet; None where the driver refuses.
 
-        A microsecond for a segment that is known; about 50 ms a gigabyte for a new one.
+        A fraction of a microsecond for a segment that is known; about 50 ms a gigabyte for a new one.
         """
-        base = view.base
-        segment = base if isinstance(base, np.ndarray) else view
-        if id(segment) in self._known:
-            return True
+        known = self._known.get(id(segment))
+        if known is not None:
+            return known[0]
+        address = int(segment.__array_interface__["data"][0])
         if self._device.type == "cuda":
-            address = segment.__array_interface__["data"][0]
             with _lock:
                 if address not in _uses:
                     try:
                         register_host(segment)
                     except EngineError as error:
                         log.warning("%s; copies go through pinned memory instead", error)
-                        return False
+                        return None
                 _uses[address] = _uses.get(address, 0) + 1
-        self._known[id(segment)] = segment  # held, so that nobody else gets its id or its addresses
-        return True
+        self._known[id(segment)] = address, segment  # held, so that nobody else gets its id or its addresses
+        return address
 
     def close(self) -> None:
         """Let go of all of them; no copy may be under way. Idempotent."""
         known, self._known = self._known, {}
-        for segment in known.values() if self._device.type == "cuda" else ():
-            address = segment.__array_interface__["data"][0]
+        for address, segment in known.values() if self._device.type == "cuda" else ():
             with _lock:
                 _uses[address] -= 1
                 if not _uses[address]:

@@ -22,6 +22,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
+from headwater.transfer.aborts import Aborts
 from headwater.transfer.convert import Plan, Span, gather, plan_spans
 from headwater.transfer.layers import CPU_GROUP_BYTES, layer_groups
 from headwater.transfer.staging import Slots
@@ -76,6 +77,8 @@ class Saver:
         layers, heads, tile = shard.local_shape(space.spec, 0, space.chunk_tokens)
         self._layer_bytes = heads * tile
         self._slots = Slots(layers * heads * tile, staging_bytes)
+        has_peers = shard.num_tiles < space.spec.num_layers * space.spec.num_kv_heads or shard.split.parts > 1
+        self._aborts = Aborts(space, has_peers=has_peers)
         self._queue: queue.SimpleQueue[_Part | Sequence[ChunkRef] | None] = queue.SimpleQueue()
         self._open: list[_Save] = []
         """Saves whose layers are being computed."""
@@ -153,12 +156,20 @@ class Saver:
 
     # ---- the sender's thread ------------------------------------------------------------------------------------
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while True:
+            try:
+                item = self._queue.get(timeout=self._aborts.wait_s)
+            except queue.Empty:
+                self._aborts.retry()
+                continue
+            if item is None:
+                self._aborts.retry()
+                break
             try:
                 if isinstance(item, _Part):
                     self._store(item)
                 else:
-                    self._space.abort(item, self._shard)
+                    self._aborts.give_up(item)
             except Exception:  # a pool that cannot be written costs the next server time, and this one nothing
                 log.exception("a save failed")
                 if isinstance(item, _Part):
@@ -181,7 +192,7 @@ class Saver:
         bad = [number for number, status in zip(live, outcome, strict=True) if not status.stored]
         self.statuses.update(status for status in outcome if part.is_last or not status.stored)
         if bad and len(save.groups) > 1:
-            self._space.abort([save.chunks[number] for number in bad], self._shard)
+            self._aborts.give_up([save.chunks[number] for number in bad])
         save.failed.update(bad)
 
     def _fail(self, save: _Save, numbers: list[int]) -> None:

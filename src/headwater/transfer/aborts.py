@@ -1,0 +1,43 @@
+"""Chunks that this rank cannot save are given up for all ranks of its server, also for those that come later.
+
+A rank that is behind may reserve a chunk after this one has given it up, and would then wait for tiles that never
+come. So giving up is repeated for a while, until there was something to give up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from headwater.kv.hashing import ChunkRef
+from headwater.pool.space import Space
+
+RETRY_S = 0.1
+OWED_S = 2.0
+"""Ranks of one server are a step apart at most; whatever is later than this expires in the store."""
+
+
+class Aborts:
+    """What one saver owes its peers. For the sender's thread alone."""
+
+    def __init__(self, space: Space, *, has_peers: bool) -> None:
+        self._space = space
+        self._has_peers = has_peers
+        self._owed: list[tuple[Sequence[ChunkRef], float]] = []
+
+    def give_up(self, chunks: Sequence[ChunkRef]) -> None:
+        """Give chunks up now, and again later where nobody has begun them yet."""
+        if self._space.abort(chunks) < len(chunks) and self._has_peers:
+            self._owed.append((chunks, time.monotonic() + OWED_S))
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long the thread may sleep before it calls `retry`; None: until there is something else to do."""
+        return RETRY_S if self._owed else None
+
+    def retry(self) -> None:
+        """Give up what has been begun since. Cheap where nothing is owed."""
+        now = time.monotonic()
+        self._owed = [
+            (chunks, until) for chunks, until in self._owed if self._space.abort(chunks) < len(chunks) and now < until
+        ]

@@ -1,0 +1,118 @@
+"""What a save on a GPU consists of: a job of some chunks, what was gathered of it, and batches under way.
+
+Plain data for `device_saver`, whose thread launches, and for `device_sender`, whose thread does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from headwater.kv.hashing import ChunkRef
+from headwater.stores.base import Reservation
+from headwater.transfer.convert import Plan
+from headwater.transfer.device_ring import Room
+from headwater.transfer.lanes import Mark
+
+
+class Target(NamedTuple):
+    """An extent that this rank fills its part of."""
+
+    segment: int
+    address: int
+    extent: Reservation
+
+
+@dataclass(eq=False)
+class SaveJob:
+    """Chunks that are saved together: all layers at once, or one group of layers after another."""
+
+    chunks: Sequence[ChunkRef]
+    plan: Plan
+    groups: list[range]
+    num_layers: int = 0
+    """Layers that are computed. This and the next two belong to the thread that launches."""
+    num_gathered: int = 0
+    """Groups that have left the cache."""
+    num_kept: int = field(init=False)
+    """Chunks, from the first on, that have not been given up."""
+    targets: dict[int, Target] = field(default_factory=dict)
+    """By number of the chunk. This and all that follows belongs to the sender's thread."""
+    is_open: bool = False
+    """Its extents are reserved, all of them at once."""
+    in_place: bool = True
+    num_alive: int = field(init=False)
+    failed: set[int] = field(default_factory=set)
+    """Chunks that were written through, and not completely."""
+    num_settled: int = 0
+    sums: npt.NDArray[np.uint64] | None = None
+    """(chunks, layers, heads), as far as they have come."""
+
+    def __post_init__(self) -> None:
+        self.num_kept = self.num_alive = len(self.chunks)
+
+
+@dataclass(eq=False)
+class Gathered:
+    """Some layers of some of a job's chunks, in the ring. No plan: the gather failed."""
+
+    job: SaveJob
+    spans: range
+    layers: range
+    plan: Plan | None
+    flat: Tensor
+    room: Room
+    gathered: Mark
+    is_last: bool
+    """Nothing more of this job follows."""
+    sums: Tensor | None = None
+    """On the device, once they are being computed."""
+    sums_here: Tensor | None = None
+    hashed: Mark | None = None
+
+
+class Open(NamedTuple):
+    """Reserve a job's extents: its layers will follow."""
+
+    job: SaveJob
+
+
+class Cut(NamedTuple):
+    """Give up a job's chunks from this number on."""
+
+    job: SaveJob
+    num_kept: int
+
+
+class GiveUp(NamedTuple):
+    """Chunks of which this rank brings nothing: the other ranks' parts of them are of no use."""
+
+    chunks: Sequence[ChunkRef]
+
+
+class PassOn(NamedTuple):
+    """Give room back that was not used."""
+
+    room: Room
+
+
+class Batch(NamedTuple):
+    """Chunks on their way into their extents."""
+
+    work: Gathered
+    spans: range
+    """Numbers of the job's chunks."""
+    num_bytes: int
+    """Of the ring."""
+    commits: range
+    """What is complete when this batch is in."""
+    copied: Mark
+
+
+Item = Gathered | Open | Cut | GiveUp | PassOn
+"""What the sender is told to do, in this order."""

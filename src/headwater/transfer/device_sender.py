@@ -1,0 +1,431 @@
+"""The thread behind `DeviceSaver`: extents, checksums on the device, copies into registered memory, commits.
+
+Everything comes through one queue, in the order in which the ring was taken, and leaves in that order. What waits is
+sent before what has arrived is committed: the bus must not stand still meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headwater.errors import EngineError
+from headwater.kernels.post import post
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import Shard
+from headwater.pool.space import Space
+from headwater.stores.base import Reservation, Status
+from headwater.transfer.convert import Plan
+from headwater.transfer.device_ring import BATCH_BYTES, DeviceRing, Room
+from headwater.transfer.device_save import Batch, Cut, Gathered, GiveUp, Item, Open, PassOn, SaveJob, Target
+from headwater.transfer.extents import Piece, copy_extents, staged_starts
+from headwater.transfer.lanes import Lane, Mark, enter_thread, pinned
+from headwater.transfer.registered import Registered
+from headwater.transfer.verify import staged_checksums
+from headwater.transfer.view import PagedView
+
+log = logging.getLogger(__name__)
+
+_MAX_IN_FLIGHT = 3
+"""Batches whose copies are queued on the device: one runs, one waits, one is being committed."""
+
+_SMALL_BATCH = 24
+"""Chunks of the first and of the last batch of many: the bus begins early, and the last commit is short. Fewer would
+keep it busy for less than the millisecond that the host needs for the next batch."""
+
+
+class Sender:
+    """See the module. All methods but those of its thread may be called from one other thread, and do not wait."""
+
+    def __init__(self, space: Space, view: PagedView, shard: Shard, ring: DeviceRing, deadline_s: float) -> None:
+        self._space = space
+        self._view = view
+        self._shard = shard
+        self._ring = ring
+        self._deadline_s = deadline_s
+        self._in_place = space.mapped and shard.split.parts == 1
+        self._bounce: Tensor | None = None
+        self._segments = Registered(view.device)
+        self._hashes = Lane(view.device)
+        self._copies = Lane(view.device)
+        self._in_flight: deque[Batch] = deque()
+        self._filling: set[bytes] = set()
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._num_unsettled = 0
+        self._settled = threading.Condition()
+        self.statuses: Counter[Status] = Counter()
+        self.num_dropped = 0
+        self.num_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="headwater-device-saver", daemon=True)
+        self._thread.start()
+
+    # ---- from the thread that launches --------------------------------------------------------------------------
+    def count(self, num_chunks: int) -> None:
+        """So many chunks are taken: `drain` waits until each is settled."""
+        with self._settled:
+            self._num_unsettled += num_chunks
+
+    def open(self, job: SaveJob) -> None:
+        """Reserve a job's extents now: its layers will follow."""
+        self._queue.put(Open(job))
+
+    def send(self, work: Gathered) -> None:
+        """Store what was gathered."""
+        self._queue.put(work)
+
+    def cut(self, job: SaveJob, num_kept: int) -> None:
+        """A job's chunks from this number on will not be complete."""
+        self._queue.put(Cut(job, num_kept))
+
+    def give_up(self, chunks: Sequence[ChunkRef]) -> None:
+        """Tell this server's other ranks that these chunks will not be complete."""
+        self._queue.put(GiveUp(chunks))
+
+    def pass_on(self, room: Room) -> None:
+        """Give room back that was not used, in its turn."""
+        self._queue.put(PassOn(room))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything that was counted is settled."""
+        with self._settled:
+            return self._settled.wait_for(lambda: not self._num_unsettled, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Drain, then stop the thread. Idempotent."""
+        if self._thread.is_alive():
+            self.drain(timeout_s)
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._segments.close()
+
+    # ---- the sender's thread ------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        enter_thread(self._view.device)
+        while True:
+            if self._in_flight and self._queue.empty():
+                self._finish()
+                continue
+            item = self._queue.get()
+            if item is None:
+                break
+            try:
+                self._handle(item)
+            except Exception:
+                log.exception("a save failed")
+        self._finish_all()
+
+    def _handle(self, item: Item) -> None:
+        if isinstance(item, Gathered):
+            self._send(item)
+        elif isinstance(item, Open):
+            self._open(item.job)
+        elif isinstance(item, Cut):
+            self._cut(item.job, item.num_kept)
+        elif isinstance(item, PassOn):
+            self._finish_all()
+            self._ring.give_back(item.room.num_bytes)
+        else:
+            self._space.abort(item.chunks)
+
+    def _open(self, job: SaveJob) -> None:
+        job.is_open = True
+        try:
+            job.in_place = self._in_place and self._reserve(job, range(len(job.chunks)))
+        except Exception:
+            self._fail(job)
+            raise
+
+    def _reserve(self, job: SaveJob, spans: range) -> bool:
+        """Find out where some chunks go; False where the store's memory cannot be registered.
+
+        A chunk gets no target where there is nothing to fill. The same prompt may be running twice, and its two results
+        may differ in the last bit: who comes second must leave the bytes alone.
+        """
+        chunks = job.chunks[spans.start : spans.stop]
+        extents = self._space.reserve(chunks, self._shard, deadline_s=self._deadline_s)
+        try:
+            places = self._space.places(extents)
+            addresses = [0 if place is None else self._segments.address(place.segment) for place in places]
+            if None in addresses:
+                self._in_place = False
+                for extent in extents:
+                    extent.close()  # not aborted: other ranks' tiles may be in them, and this one's will come
+                return False
+            noted = self._noted(chunks, extents)
+            keys = [chunk.key for chunk in chunks]
+            if not any(noted) and None not in places and self._filling.isdisjoint(keys):
+                # As usual: all of it is to be filled.
+                found = zip(addresses, places, extents, strict=True)
+                targets = [Target(a, a + place.offset, extent) for a, place, extent in found if a and place]
+                job.targets.update(zip(spans, targets, strict=True))
+                self._filling.update(keys)
+                return True
+            for row, (chunk, extent) in enumerate(zip(chunks, extents, strict=True)):
+                place, address, status = places[row], addresses[row], extent.status
+                if status == Status.OK and place is None:
+                    status = Status.LOST
+                elif status == Status.OK and chunk.key in self._filling:
+                    status = Status.BUSY
+                elif status == Status.OK and noted[row]:
+                    status = Status.EXISTS
+                if status != Status.OK or place is None or address is None:
+                    self.statuses[status] += 1
+                    extent.close()
+                else:
+                    job.targets[spans[row]] = Target(address, address + place.offset, extent)
+                    self._filling.add(chunk.key)
+        except BaseException:
+            for extent in extents:
+                extent.abort()
+            raise
+        return True
+
+    def _noted(self, chunks: Sequence[ChunkRef], extents: Sequence[Reservation]) -> list[int]:
+        """By chunk: how many of the tiles that this rank writes are in, or 1 where it writes none."""
+        found = [1] * len(chunks)
+        rows = [row for row, extent in enumerate(extents) if extent.status == Status.OK]
+        groups: dict[int, list[int]] = {}
+        for row in rows:
+            groups.setdefault(chunks[row].number % self._shard.replicas, []).append(row)
+        for group in groups.values():
+            owned = self._shard.owned(chunks[group[0]].number)[0]
+            if owned.layers:
+                counts = self._space.noted([extents[row] for row in group], owned)
+                for row, count in zip(group, counts, strict=True):
+                    found[row] = count
+        return found
+
+    def _send(self, work: Gathered) -> None:
+        """Everything for one gather. What fails is dropped: it costs the next server time, and this one nothing."""
+        job, left = work.job, work.room.num_bytes
+        try:
+            if work.plan is None:
+                raise EngineError("the gather was not launched")
+            if job.sums is None:
+                job.sums = np.zeros((len(job.chunks), len(self._shard.layers), len(self._shard.heads)), np.uint64)
+            starts = staged_starts(work.plan, len(work.layers))
+            for spans in self._batches(work):
+                while len(self._in_flight) >= _MAX_IN_FLIGHT:
+                    self._finish()
+                at_end = spans.stop == work.spans.stop
+                low, high = starts[spans.start - work.spans.start], starts[spans.stop - work.spans.start]
+                size = left if at_end else high - low
+                commits = spans if not job.is_open else range(job.num_alive if work.is_last and at_end else 0)
+                in_place = job.in_place if job.is_open else self._in_place and self._reserve(job, spans)
+                if in_place:
+                    copied = self._copy(work, work.plan, spans, starts)
+                    self._in_flight.append(Batch(work, spans, size, commits, copied))
+                    left -= size
+                else:
+                    self._write_through(work, spans, low, high, commits)
+                    self._ring.give_back(size)
+                    left -= size
+        except Exception as error:
+            log.warning("a save failed (%s: %s); its chunks are dropped", type(error).__name__, error)
+            self._fail(job)
+            work.gathered.synchronize()
+        if left:
+            self._finish_all()
+            self._ring.give_back(left)
+
+    def _batches(self, work: Gathered) -> Iterator[range]:
+        """Which chunks are copied together: few at first where the bus has nothing to do, and, where each batch is
+        committed and nothing follows, few at the end."""
+        first, stop, is_whole, was_idle = work.spans.start, work.spans.stop, not work.job.is_open, not self._in_flight
+        most, at = max(1, BATCH_BYTES // max(1, work.flat.numel() // len(work.spans))), first
+        if is_whole:
+            # What is in the ring already may leave in larger pieces than what must be waited for.
+            most = max(min(most, self._ring.batch), min(2 * most, len(work.spans) // 4))
+        while at < stop:
+            size = min(most, max(_SMALL_BATCH, 2 * (at - first))) if was_idle else most
+            if is_whole and self._queue.empty():
+                size = min(size, max(_SMALL_BATCH, (stop - at) // 2))
+            if stop - at - size < min(_SMALL_BATCH, most) // 2:
+                size = stop - at
+            yield range(at, at + size)
+            at += size
+
+    def _copy(self, work: Gathered, plan: Plan, spans: range, starts: list[int]) -> Mark:
+        """Start the copies of a batch into its extents, and its checksums on their way to the host."""
+        job, shard = work.job, self._shard
+        if work.layers != shard.layers:
+            shard = replace(shard, layers=work.layers)
+        lane = self._copies
+        base, first = work.flat.data_ptr(), work.spans.start
+        going = [span for span in spans if span in job.targets]
+        if not going:
+            return work.gathered
+        lane.wait(work.gathered)
+        with lane.use():
+            for group in self._equal(job, going):
+                owned, start, step = shard.owned(job.chunks[group[0]].number)
+                rows = Piece(owned, plan.tile_bytes(group[0] - first), start, step)
+                targets = [job.targets[span] for span in group]
+                staged = [base + starts[span - first] for span in group]
+                copy_extents(rows, targets, staged, self._space.spec.num_kv_heads, self._view.device, to_host=True)
+        copied = lane.mark(blocking=True)
+        self._hash(work, plan)
+        return copied
+
+    def _equal(self, job: SaveJob, spans: Sequence[int]) -> list[list[int]]:
+        """Chunks of one size of which this rank writes the same layers."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for span in spans:
+            chunk = job.chunks[span]
+            groups.setdefault((chunk.num_tokens, chunk.number % self._shard.replicas), []).append(span)
+        return list(groups.values())
+
+    def _hash(self, work: Gathered, plan: Plan) -> None:
+        """Start on the checksums of all that was gathered, once: beside the first copies."""
+        if work.sums is None:
+            self._hashes.wait(work.gathered)
+            with self._hashes.use():
+                work.sums = staged_checksums(plan, work.flat, len(work.layers))
+                work.sums_here = pinned(tuple(work.sums.shape), torch.int64, self._view.device)
+                post(work.sums, work.sums_here)
+            work.hashed = self._hashes.mark(blocking=True)
+
+    # ---- the end of a batch -------------------------------------------------------------------------------------
+    def _finish_all(self) -> None:
+        while self._in_flight:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the oldest batch, give its room back, and make visible what is complete."""
+        batch = self._in_flight.popleft()
+        batch.copied.synchronize()
+        work, spans, job = batch.work, batch.spans, batch.work.job
+        if work.sums_here is not None and work.hashed is not None and job.sums is not None:
+            work.hashed.synchronize()
+            first, layer = work.spans.start, self._shard.layers.index(work.layers.start)
+            here = work.sums_here[spans.start - first : spans.stop - first].numpy().view(np.uint64)
+            job.sums[spans.start : spans.stop, layer : layer + len(work.layers)] = here
+        self._ring.give_back(batch.num_bytes)
+        if batch.commits:
+            self._commit(job, batch.commits)
+
+    def _commit(self, job: SaveJob, spans: range) -> None:
+        filled = [span for span in spans if span in job.targets]
+        extents = {span: job.targets.pop(span).extent for span in filled}
+        num_known = 0
+        try:
+            assert job.sums is not None
+            for owned, layers, group in self._by_owned(job, filled):
+                sums = job.sums[group, layers]
+                opened = [extents[span] for span in group]
+                outcome = self._space.commit_shard(opened, owned, sums, deadline_s=self._deadline_s)
+                num_known += len(outcome)
+                lost = [span for span, status in zip(group, outcome, strict=True) if status is not Status.OK]
+                self.statuses[Status.OK] += len(group) - len(lost)
+                tokens = sum([job.chunks[span].num_tokens for span in group])
+                for span in lost:
+                    status = outcome[group.index(span)]
+                    tokens -= job.chunks[span].num_tokens
+                    self.statuses[status] += 1
+                    if not status.stored:
+                        extents[span].abort()
+                self.num_bytes += owned.num_tiles * tokens * self._space.spec.row_bytes
+        except Exception:
+            log.exception("a commit failed")
+            self.num_dropped += len(filled) - num_known
+        finally:
+            self._space.close_all(list(extents.values()))
+            self._filling.difference_update([job.chunks[span].key for span in filled])
+            self._settle(job, len(spans))
+
+    def _by_owned(self, job: SaveJob, spans: Sequence[int]) -> Iterator[tuple[Shard, slice, list[int]]]:
+        """Chunks of which this rank writes the same layers: (what it writes, which of its own layers, the chunks)."""
+        if self._shard.replicas == 1:
+            yield self._shard, slice(None), list(spans)
+            return
+        groups: dict[int, list[int]] = {}
+        for span in spans:
+            groups.setdefault(job.chunks[span].number % self._shard.replicas, []).append(span)
+        for group in groups.values():
+            owned, first, step = self._shard.owned(job.chunks[group[0]].number)
+            yield owned, slice(first, None, step), group
+
+    # ---- giving up ----------------------------------------------------------------------------------------------
+    def _cut(self, job: SaveJob, num_kept: int) -> None:
+        """No more will come of a job's chunks from this number on: their room in the pool is free at once."""
+        lost = range(num_kept, job.num_alive)
+        if not lost:
+            return
+        self._finish_all()  # no extent may be given up while the device writes into it
+        job.num_alive = num_kept
+        try:
+            for span in reversed(lost):
+                if (target := job.targets.pop(span, None)) is not None:
+                    self._filling.discard(job.chunks[span].key)
+                    target.extent.abort()
+            if not job.in_place:
+                self._space.abort(job.chunks[num_kept:])
+        finally:
+            self._settle(job, len(lost))
+
+    def _fail(self, job: SaveJob) -> None:
+        """Drop what is left of a job."""
+        for lane in (self._copies, self._hashes):
+            lane.mark().synchronize()  # work may be under way that belongs to no batch yet
+        self._finish_all()
+        for span in sorted(job.targets, reverse=True):
+            target = job.targets.pop(span)
+            self._filling.discard(job.chunks[span].key)
+            target.extent.abort()
+        job.num_alive = 0
+        num_left = len(job.chunks) - job.num_settled
+        self.num_dropped += num_left
+        self._settle(job, num_left)
+
+    # ---- through the processor ----------------------------------------------------------------------------------
+    def _write_through(self, work: Gathered, spans: range, low: int, high: int, commits: range) -> None:
+        """Where extents cannot be filled in place: through pinned memory, with the processor's copy and checksums."""
+        self._finish_all()
+        job, plan = work.job, work.plan
+        assert plan is not None
+        if self._bounce is None or self._bounce.numel() < high - low:
+            self._bounce = pinned((high - low,), torch.uint8, self._view.device)
+        lane = self._copies
+        lane.wait(work.gathered)
+        with lane.use():
+            self._bounce[: high - low].copy_(work.flat[low:high], non_blocking=True)
+        lane.mark(blocking=True).synchronize()
+        whole, at = self._bounce.numpy(), 0
+        shard = replace(self._shard, layers=work.layers)
+        numbers, tiles = list[int](), list[npt.NDArray[np.uint8]]()
+        for span in spans:
+            shape = (len(work.layers), len(shard.heads), plan.tile_bytes(span - work.spans.start))
+            size = shape[0] * shape[1] * shape[2]
+            if span < job.num_alive and span not in job.failed:
+                numbers.append(span)
+                tiles.append(whole[at : at + size].reshape(shape))
+            at += size
+        chunks = [job.chunks[number] for number in numbers]
+        outcome = self._space.write(chunks, shard, tiles, deadline_s=self._deadline_s) if chunks else []
+        self.num_bytes += sum(t.nbytes for t, status in zip(tiles, outcome, strict=True) if status == Status.OK)
+        bad = [number for number, status in zip(numbers, outcome, strict=True) if not status.stored]
+        # A chunk is counted once: where it fails, or when its last layers are in.
+        self.statuses.update([status for status in outcome if work.is_last or not status.stored])
+        job.failed.update(bad)
+        if bad and len(job.groups) > 1:
+            self._space.abort([job.chunks[number] for number in bad])
+        if commits:
+            self._settle(job, len(commits))
+
+    def _settle(self, job: SaveJob, count: int) -> None:
+        """So many chunks of a job are in the pool, or given up."""
+        job.num_settled += count
+        with self._settled:
+            self._num_unsettled -= count
+            if not self._num_unsettled:
+                self._settled.notify_all()

@@ -1,0 +1,99 @@
+"""Copies between staging and extents, as plain numbers: some layers and heads of many chunks in a few calls.
+
+    extent   [layer][head][tile]   of the whole model, at an address of host memory
+    staging  [chunk][layer][head][tile]   of one shard, at an address of the device
+
+The layers of a chunk are rows at one pitch on both sides, and chunks that follow each other evenly go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from headwater.kv.topology import Shard
+from headwater.transfer.convert import Plan
+from headwater.transfer.copy import Copy, Rows, fits_driver, join_copies, run_copies
+
+
+class Piece(NamedTuple):
+    """What is copied of each of some equal chunks."""
+
+    shard: Shard
+    """Layers and heads of the whole model."""
+    tile_bytes: int
+    first: int = 0
+    step: int = 1
+    """Which of the layers in staging these are."""
+
+
+def copy_extents(
+    piece: Piece,
+    extents: Sequence[tuple[int, int, *tuple[object, ...]]],
+    staged: Sequence[int],
+    model_heads: int,
+    device: torch.device,
+    *,
+    to_host: bool,
+) -> None:
+    """Copy the same piece of many chunks on the current stream, without waiting.
+
+    Of each chunk: (which registration its extent lies in, the extent's address), and where it lies in staging. No copy
+    crosses from one registration to the next, though they may be neighbours.
+    """
+    layers, heads, tile = piece.shard.layers, piece.shard.heads, piece.tile_bytes
+    if not layers or not heads or not extents:
+        return
+    there = (layers.start * model_heads + heads.start) * tile
+    here = piece.first * len(heads) * tile
+    pitches = layers.step * model_heads * tile, piece.step * len(heads) * tile
+    rows = _rows(len(heads) * tile, len(layers), *(pitches if to_host else pitches[::-1]))
+    stored = np.array([extent[1] for extent in extents], np.int64) + there
+    ring = np.array(staged, np.int64) + here
+    copies: list[Copy] = []
+    for first, last in _stretches([extent[0] for extent in extents]):
+        part = slice(first, last)
+        sides = (stored[part], ring[part]) if to_host else (ring[part], stored[part])
+        copies += join_copies(_even(rows, *sides))
+    run_copies(copies, device)
+
+
+def _stretches(segments: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(First, after the last) of each stretch of equal numbers."""
+    first = 0
+    for at in range(1, len(segments) + 1):
+        if at == len(segments) or segments[at] != segments[first]:
+            yield first, at
+            first = at
+
+
+def _even(rows: Rows, targets: np.ndarray, sources: np.ndarray) -> Iterator[Copy]:
+    """Copies of stretches in which both sides go on at one distance; those of a few are left to `join_copies`."""
+    to, of = np.diff(targets), np.diff(sources)
+    bounds = [0, *(np.flatnonzero((to[1:] != to[:-1]) | (of[1:] != of[:-1])) + 2).tolist(), len(targets)]
+    for first, last in pairwise(bounds):
+        target, source, count = int(targets[first]), int(sources[first]), last - first
+        whole = Copy(target, source, rows, count, int(to[first]), int(of[first])) if count > 1 else None
+        if whole is not None and fits_driver(whole):
+            yield whole
+        else:
+            for target, source in zip(targets[first:last].tolist(), sources[first:last].tolist(), strict=True):
+                yield Copy(target, source, rows)
+
+
+@lru_cache(maxsize=256)
+def _rows(width: int, height: int, target_pitch: int, source_pitch: int) -> Rows:
+    if height == 1 or target_pitch == source_pitch == width:
+        return Rows(width * height, 1, 0, 0)
+    return Rows(width, height, target_pitch, source_pitch)
+
+
+def staged_starts(plan: Plan, num_layers: int) -> list[int]:
+    """Where each span begins in flat staging, and where the last one ends."""
+    scale = plan.view.spec.row_bytes * num_layers * len(plan.shard.heads)
+    return [*(plan.spans.rows_before * scale).tolist(), plan.staged_bytes(num_layers)]
