@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 VOCAB = 512
@@ -85,6 +87,20 @@ class Comparison:
                     f"{where}: token {step} is {got}, expected {wanted} (ahead by {reference.margins[step]:.5f})"
                 )
             return
+
+
+def report_rows(
+    request: pytest.FixtureRequest, title: str, rows: Sequence[Mapping[str, Any]], totals: Comparison
+) -> Iterator[None]:
+    """The body of a fixture that prints, after a module's tests, its rows and ties, and bounds the latter."""
+    yield
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print(f"\n{title}:")
+        for number, row in enumerate(rows):
+            print(f"  {number:2}  " + "  ".join(f"{name}={value}" for name, value in row.items()))
+        print(f"  {totals.num_tokens} tokens compared, {totals.num_ties} differed at a tie (margin below {TIE})")
+    assert totals.num_ties * 1000 <= totals.num_tokens
 
 
 @torch.inference_mode()

@@ -32,6 +32,7 @@ from engine_models import (
     Reference,
     greedy_reference,
     load_transformers,
+    report_rows,
     save_random_checkpoint,
 )
 
@@ -138,15 +139,7 @@ def generate(engine: Engine, references: list[Reference], *, together: bool) -> 
 
 @pytest.fixture(scope="module", autouse=True)
 def report(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Print the array and the count of ties, and hold the latter to its bound."""
-    yield
-    capture = request.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        print("\nevery pair of settings, greedy, 64 tokens a prompt:")
-        for number, row in enumerate(ROWS):
-            print(f"  {number:2}  " + "  ".join(f"{name}={value}" for name, value in row.items()))
-        print(f"  {totals.num_tokens} tokens compared, {totals.num_ties} differed at a tie (margin below 1e-4)")
-    assert totals.num_ties * 1000 <= totals.num_tokens
+    yield from report_rows(request, "every pair of settings, greedy, 64 tokens a prompt", ROWS, totals)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[str(number) for number in range(len(ROWS))])

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import random
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.params import SamplingParams
+from headwater.errors import ModelError
+from headwater.models.catalog import find_in_catalog
 from headwater.stores.embedded import destroy
 from headwater.stores.url import parse_url
 
@@ -22,14 +23,13 @@ from covering import Row, covering_array
 
 pytest.importorskip("transformers")
 
-from engine_models import VOCAB, Comparison, Reference, greedy_reference, load_transformers, save_random_checkpoint
+from engine_models import VOCAB, Comparison, Reference, report_rows
+from pool_cases import GREEDY, NUM_TOKENS, Oracle, check_tokens, generate, make_oracle
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 40
 MAX_RANKS = 4
 """Of both engines together, in a run that leaves the larger rows out."""
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 TP_SIZES = {1: (1, 2, 4), 2: (1, 2, 4), 4: (1, 2, 4), 6: (1, 2, 3), 8: (1, 2, 4)}
 """By number of KV heads."""
 
@@ -41,7 +41,7 @@ FACTORS: dict[str, list[Any]] = {
     "read_page": [1, 16, 32, 48],
     "write_layout": ["layer-first", "page-first"],
     "read_layout": ["layer-first", "page-first"],
-    "load": ["async", "blocking"],
+    "load": ["async", "layerwise", "blocking"],
     "prefix": ["radix", "naive"],
     "memory": ["ample", "tight"],
     "server": ["same", "other", "restarted"],
@@ -60,30 +60,13 @@ def allowed(row: Row) -> bool:
     return tp_fits and same
 
 
-ROWS = covering_array(FACTORS, allowed)
-Oracle = Callable[[int], tuple[Path, list[Reference]]]
+ROWS = covering_array(FACTORS, allowed, seed=32)  # of forty seeds the one with the fewest ranks in its small rows
 totals = Comparison()
 
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """(checkpoint, references) by number of KV heads, computed once."""
-    known: dict[int, tuple[Path, list[Reference]]] = {}
-
-    def ask(kv_heads: int) -> tuple[Path, list[Reference]]:
-        if kv_heads not in known:
-            heads = 12 if kv_heads == 6 else 8
-            shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 8 * heads}
-            path = save_random_checkpoint("llama", tmp_path_factory.mktemp("model"), seed=kv_heads, **shape)
-            rng = random.Random(kv_heads)
-            first = [rng.randrange(3, VOCAB) for _ in range(530)]
-            prompts = [first, [*first[:300], 5, 6, 7], [rng.randrange(3, VOCAB) for _ in range(270)]]
-            torch.set_num_threads(1)
-            model = load_transformers(path)
-            known[kv_heads] = path, [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
-        return known[kv_heads]
-
-    return ask
+    return make_oracle(tmp_path_factory)
 
 
 @pytest.fixture
@@ -109,31 +92,8 @@ def make_config(path: Path, row: Row, side: str, pool: str, references: list[Ref
         num_threads=1,
         pool=pool,
         pool_load=row["load"],
+        pool_group_bytes=1,  # these layers are small, and would all travel together
     )
-
-
-def generate(engine: Engine, references: list[Reference]) -> tuple[list[list[int]], list[int]]:
-    """(tokens, cached tokens) of each prompt, all asked at once."""
-    tokens: dict[str, list[int]] = {}
-    cached: dict[str, int] = {}
-    for number, reference in enumerate(references):
-        engine.add(str(number), reference.prompt, GREEDY)
-    while engine.has_work:
-        for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
-            cached[output.request_id] = output.num_cached_tokens
-    engine.check_integrity()
-    numbers = [str(number) for number in range(len(references))]
-    return [tokens[n] for n in numbers], [cached[n] for n in numbers]
-
-
-def check(where: str, references: list[Reference], got: list[list[int]]) -> None:
-    compared = Comparison()
-    for number, (reference, tokens) in enumerate(zip(references, got, strict=True)):
-        compared.add(f"{where}, prompt {number}", reference, tokens)
-    totals.num_tokens += compared.num_tokens
-    totals.num_ties += compared.num_ties
-    assert not compared.wrong, "\n".join(compared.wrong)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[str(number) for number in range(len(ROWS))])
@@ -145,7 +105,7 @@ def test_same_tokens_whoever_computed_the_prefix(row: Row, oracle: Oracle, pool_
     reader = writer
     try:
         got, _ = generate(writer, references)
-        check("writer", references, got)
+        check_tokens("writer", references, got, totals)
         assert writer.drain_saves(10.0)
         writer.reset_prefix_cache()
         if row["server"] == "restarted":
@@ -153,7 +113,7 @@ def test_same_tokens_whoever_computed_the_prefix(row: Row, oracle: Oracle, pool_
         if row["server"] != "same":
             reader = Engine(make_config(path, row, "read", pool_url, references))
         got, cached = generate(reader, references)
-        check("reader", references, got)
+        check_tokens("reader", references, got, totals)
         assert cached[0] >= 512, "two whole chunks of the first prompt are in the pool"
         assert cached[2] >= 256
     finally:
@@ -163,15 +123,8 @@ def test_same_tokens_whoever_computed_the_prefix(row: Row, oracle: Oracle, pool_
 
 @pytest.fixture(scope="module", autouse=True)
 def report(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Print the array and the count of ties, and hold the latter to its bound."""
-    yield
-    capture = request.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        print("\nevery pair of settings, written by one engine and read by another:")
-        for number, row in enumerate(ROWS):
-            print(f"  {number:2}  " + "  ".join(f"{name}={value}" for name, value in row.items()))
-        print(f"  {totals.num_tokens} tokens compared, {totals.num_ties} differed at a tie (margin below 1e-4)")
-    assert totals.num_ties * 1000 <= totals.num_tokens
+    title = "every pair of settings, written by one engine and read by another"
+    yield from report_rows(request, title, ROWS, totals)
 
 
 def test_six_turns_reuse_all_that_was_said(oracle: Oracle, pool_url: str) -> None:
@@ -202,3 +155,33 @@ def test_six_turns_reuse_all_that_was_said(oracle: Oracle, pool_url: str) -> Non
             assert cached >= before - 1, f"turn {turn} found {cached} of the {before} tokens of the turn before"
             before = len(tokens)
             tokens = tokens + said + [rng.randrange(3, VOCAB) for _ in range(30)]
+
+
+def test_a_real_model_on_one_rank_and_on_three(pool_url: str) -> None:
+    """SmolLM2 has three KV heads: what one rank computed three load, and the other way round."""
+    try:
+        find_in_catalog("smollm2")
+    except ModelError as error:
+        pytest.skip(str(error))
+    rng = random.Random(8)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    settings: dict[str, Any] = {
+        "model": "smollm2",
+        "device": "cpu",
+        "max_model_len": 320,
+        "num_pages": 44,
+        "prefix_cache": "naive",
+        "num_threads": 1,
+        "pool": pool_url.replace("64MiB", "128MiB"),
+    }
+    one, three = (Engine(EngineConfig(tensor_parallel_size=size, **settings)) for size in (1, 3))
+    with one, three:
+        for writer, reader in ((one, three), (three, one)):
+            # Its first answer is computed without the pool, which has nothing of this prompt.
+            prompt = Reference([rng.randrange(3, 49152) for _ in range(300)], [], [])
+            computed, cached = generate(writer, [prompt], params=params)
+            assert cached == [0]
+            assert writer.drain_saves(10.0)
+            loaded, cached = generate(reader, [prompt], params=params)
+            assert cached == [299], "a chunk and the tail; the last token is computed"
+            assert loaded == computed

@@ -92,7 +92,8 @@ class SchedulerHalf:
         ends: bool,
         num_computed: int | None = None,
     ) -> Job | None:
-        """The job that saves the chunks which have become complete; at the `end` of a request also its tail.
+        """The job that saves the chunks which have become complete; when a prompt is, and when a request `ends`, also
+        the tail: whoever sends the same prompt again does not know what was said after it.
 
         The KV of the first `num_computed` tokens (None: of all) is in the blocks. What the pool has already is left
         out. Asked at every step, so that most calls, which find nothing new, cost a microsecond.
@@ -102,10 +103,10 @@ class SchedulerHalf:
         num_tokens = len(tokens) if num_computed is None else num_computed
         if not self._config.save_decoded:
             num_tokens = min(num_tokens, num_prompt)
-        size = self._space.chunk_tokens
-        limit = num_tokens if ends else num_tokens // size * size
         seen = self._known.get(request_id)
-        if limit <= (0 if seen is None else seen.num_saved):
+        num_saved = 0 if seen is None else seen.num_saved
+        limit = num_tokens if ends else self._limit(num_tokens, num_prompt, num_saved)
+        if limit <= num_saved:
             return None
         known = self._know(request_id, tokens, limit)
         chunks = self._chunks(known.keys, known.num_saved, limit)
@@ -115,6 +116,13 @@ class SchedulerHalf:
         # Children of what is missing are sent too: the pool takes chunks in order, parents before children.
         chunks = chunks[chunks.index(missing[0]) :] if missing else []
         return Job(request_id, tuple(chunks), block_ids.copy()) if chunks else None
+
+    def _limit(self, num_tokens: int, num_prompt: int, num_saved: int) -> int:
+        """How far to save a request that goes on: whole chunks, or a prompt with a tail worth loading."""
+        size = self._space.chunk_tokens
+        whole = num_tokens // size * size
+        has_tail = num_prompt % size >= self._config.min_load_tokens
+        return num_prompt if has_tail and whole < num_prompt <= num_tokens and num_saved < num_prompt else whole
 
     def forget(self, request_id: str) -> None:
         """The request is over. Idempotent."""

@@ -1,0 +1,271 @@
+"""Pipeline stages share one pool: each worker half knows only its layers, readers cut the model elsewhere.
+
+The engine has no pipeline parallelism of its own, so its one cache is divided among several worker halves, each
+registered with some layers (and some heads) of it, as the ranks of such an engine would be.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from headwater.connector.config import ConnectorConfig
+from headwater.connector.jobs import Job, Loaded
+from headwater.connector.stats import TransferStats
+from headwater.connector.worker import WorkerHalf
+from headwater.engine.device import choose_placement
+from headwater.engine.engine import Engine
+from headwater.engine.executor import Executor
+from headwater.engine.identity import engine_identity
+from headwater.engine.link import PoolLink
+from headwater.kv.topology import Shard, Topology
+from headwater.models.checkpoint import open_checkpoint
+from headwater.pool import open_pool
+from headwater.stores.embedded import destroy
+from headwater.stores.url import parse_url
+from headwater.transfer.view import PagedView, view_description
+
+from engine_models import Comparison, Reference, greedy_reference, load_transformers
+from pool_cases import (
+    NUM_TOKENS,
+    Oracle,
+    check_tokens,
+    generate,
+    make_oracle,
+    nothing_left,
+    small_config,
+)
+
+pytestmark = pytest.mark.slow
+
+LAYERS = 8
+KV_HEADS = 4
+CHUNK = 256
+
+
+def part_of(view: PagedView, shard: Shard) -> PagedView:
+    """The view of a rank that holds only these layers and heads of a cache."""
+    layers = view.planes[shard.layers.start : shard.layers.stop]
+    first = shard.heads.start - view.heads.start
+    planes = tuple(
+        tuple(replace(plane, address=plane.address + first * plane.strides.head) for plane in layer) for layer in layers
+    )
+    return replace(view, layers=shard.layers, heads=shard.heads, planes=planes)
+
+
+class Stages:
+    """Worker halves over the parts of one engine's cache: its mover, and the hooks of its layers."""
+
+    def __init__(self, executor: Executor, topology: Topology, identity: Any, config: ConnectorConfig) -> None:
+        runner: Any = executor._runner
+        cache = runner.cache
+        view = replace(view_description(runner.spec, cache.view, cache.data), num_blocks=cache.num_pages + 1)
+        group = secrets.randbits(62) + 1
+        self._loaded: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
+        self._loads: dict[str, list[int]] = {}
+        self._pools = []
+        self._halves: list[tuple[Shard, WorkerHalf]] = []
+        for shard in topology.shards(runner.spec):
+            pool = open_pool(config.pool, group=group)
+            self._pools.append(pool)
+            self.space = pool.space(identity, runner.spec)
+            half = WorkerHalf(self.space, part_of(view, shard), shard, config, self._loaded.put)
+            self._halves.append((shard, half))
+        runner._half = self
+
+    # What the scheduler's side asks for
+    def save(self, job: Job) -> None:
+        for _, half in self._halves:
+            half.save(job)
+
+    def begin_save(self, job: Job) -> None:
+        for _, half in self._halves:
+            half.begin_save(job)
+
+    def load(self, job: Job, *, layerwise: bool) -> None:
+        self._loads[job.request_id] = []
+        for _, half in self._halves:
+            half.load(job, layerwise=layerwise)
+
+    def cancel(self, request_id: str) -> None:
+        for _, half in self._halves:
+            half.cancel(request_id)
+
+    def wait_loaded(self, timeout_s: float) -> list[Loaded]:
+        deadline = time.monotonic() + timeout_s
+        while self._loads:
+            try:
+                loaded = self._loaded.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            counts = self._loads[loaded.request_id]
+            counts.append(loaded.num_chunks)
+            if len(counts) == len(self._halves):
+                del self._loads[loaded.request_id]
+                return [Loaded(loaded.request_id, min(counts))]
+        return []
+
+    def drain(self, timeout_s: float) -> bool:
+        return all(half.drain(timeout_s) for _, half in self._halves)
+
+    def transfer_stats(self) -> TransferStats:
+        return self._halves[0][1].stats()
+
+    # What the runner asks for
+    @property
+    def follows_layers(self) -> bool:
+        return any(half.follows_layers for _, half in self._halves)
+
+    def before_layer(self, layer: int) -> None:
+        for half in self._holders(layer):
+            half.before_layer(layer)
+
+    def after_layer(self, layer: int) -> None:
+        for half in self._holders(layer):
+            half.after_layer(layer)
+
+    def _holders(self, layer: int) -> list[WorkerHalf]:
+        return [half for shard, half in self._halves if layer in shard.layers]
+
+    def close(self) -> None:
+        for _, half in self._halves:
+            half.close()
+        for pool in self._pools:
+            pool.close()
+
+
+class StagedEngine:
+    """A real engine, and the stages through which it reaches the pool."""
+
+    def __init__(self, path: Path, topology: Topology, url: str, load_mode: str = "async", **settings: Any) -> None:
+        config = small_config(path, **settings)
+        checkpoint = open_checkpoint(config.model, config.load_format)
+        placement = choose_placement(config)
+        executor = Executor(checkpoint, config, placement)
+        connector = ConnectorConfig(pool=url, load_mode=load_mode, group_bytes=1)
+        identity = engine_identity(checkpoint, placement.dtype, config.load_format)
+        self.stages = Stages(executor, topology, identity, connector)
+        link = PoolLink(self.stages.space, connector, self.stages, dummy_page=executor.plan.num_pages)
+        self.engine = Engine(config, checkpoint=checkpoint, executor=executor, link=link)
+
+    def __enter__(self) -> StagedEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stages.close()
+        self.engine.close()
+
+
+@cache
+def _model(path: Path) -> Any:
+    return load_transformers(path)
+
+
+def next_turn(path: Path, before: Reference) -> Reference:
+    """The first prompt with its answer and a few more tokens, and what is said to that."""
+    return greedy_reference(_model(path), [*before.prompt, *before.token_ids, 9, 8, 7], NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return make_oracle(tmp_path_factory, num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def pool_url() -> Iterator[str]:
+    url = f"shm:///headwater-test-{secrets.token_hex(6)}?capacity=64MiB"
+    yield url
+    destroy(parse_url(url))
+
+
+@pytest.mark.parametrize(
+    ("writer", "readers"),
+    [
+        (
+            Topology(pp=(3, 5)),
+            [(Topology(), "async", 16), (Topology(pp=(1, 5, 2)), "blocking", 48), (Topology(pp=3), "layerwise", 16)],
+        ),
+        (Topology(pp=(2, 5, 1)), [(Topology(), "layerwise", 32), (Topology(pp=(5, 3)), "async", 1)]),
+        (
+            Topology(tp=2, pp=(3, 5)),
+            [(Topology(pp=(7, 1)), "async", 16), (Topology(tp=8, pp=3), "blocking", 16), (Topology(tp=4), "async", 32)],
+        ),
+    ],
+    ids=["PP=2", "PP=3", "PP=2 x TP=2"],
+)
+def test_stages_write_and_others_read(
+    writer: Topology, readers: list[tuple[Topology, str, int]], oracle: Oracle, pool_url: str
+) -> None:
+    path, references = oracle(KV_HEADS)
+    turn = next_turn(path, references[0])
+    totals = Comparison()
+    with nothing_left():
+        with StagedEngine(path, writer, pool_url) as one:
+            got, _ = generate(one.engine, references)
+            check_tokens(f"writer {writer}", references, got, totals)
+            assert one.engine.drain_saves(10.0)
+        for topology, load_mode, page_size in readers:
+            settings = {
+                "page_size": page_size,
+                "num_pages": 1920 // page_size,
+                "max_model_len": 640,
+                "prefix_cache": "naive",
+            }
+            with StagedEngine(path, topology, pool_url, load_mode, **settings) as other:
+                got, cached = generate(other.engine, references)
+                check_tokens(f"reader {topology}, {load_mode}", references, got, totals)
+                assert cached == [found(len(reference.prompt)) for reference in references]
+                # The next turn finds the tail, too: everything but the answer's last token, whose KV nobody needed; and
+                # the readers after this one find all of that prompt.
+                got, cached = generate(other.engine, [turn])
+                check_tokens(f"reader {topology}, {load_mode}, second turn", [turn], got, totals)
+                answered = len(references[0].prompt) + NUM_TOKENS - 1
+                assert cached[0] in (answered, len(turn.prompt) - 1)
+                assert other.engine.stats().pool.num_damaged == 0
+        with open_pool(pool_url) as pool:
+            assert pool.verify().clean
+            assert pool.stats().store.pending_bytes == 0
+
+
+def found(num_prompt: int) -> int:
+    """Whole chunks, and a tail that is worth loading; the last token is computed."""
+    tail = num_prompt % CHUNK
+    return num_prompt - 1 if tail >= ConnectorConfig.min_load_tokens else num_prompt - tail
+
+
+def test_a_stage_that_fails_to_load_costs_the_prompt_its_hit(oracle: Oracle, pool_url: str) -> None:
+    """What all stages have in place counts: the KV of a chunk that one of them missed is computed again."""
+    path, references = oracle(KV_HEADS)
+    totals = Comparison()
+    with StagedEngine(path, Topology(pp=(3, 5)), pool_url) as one:
+        generate(one.engine, references[:1])
+        assert one.engine.drain_saves(10.0)
+    with StagedEngine(path, Topology(pp=(1, 6, 1)), pool_url) as other:
+        last = other.stages._halves[-1][1]
+        loader: Any = last._loader
+        real = loader._space
+
+        class Short:
+            """The second chunk is gone when the last stage comes to read it."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+            def read(self, chunks: Any, shard: Any, out: Any, **options: Any) -> Any:
+                statuses = real.read(chunks, shard, out, **options)
+                return [s if chunk.number < 1 else type(s).MISS for chunk, s in zip(chunks, statuses, strict=True)]
+
+        loader._space = Short()
+        got, cached = generate(other.engine, references[:1])
+        check_tokens("reader", references[:1], got, totals)
+        assert cached == [CHUNK]
