@@ -17,11 +17,11 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # make serve ARGS="--port 9000 --model DIR"
-serve: $(SERVE_STAMP)  ## serve SmolLM2 with OpenAI's API on 127.0.0.1:8000
+serve: $(SERVE_STAMP)  ## serve SmolLM2 with OpenAI's API on 127.0.0.1:8000, sharing its KV with other servers
 	$(BIN)/headwater serve $(ARGS)
 
-demo: $(STAMP)  ## run the pool demo
-	$(BIN)/headwater pool demo
+demo: $(SERVE_STAMP)  ## two servers on one pool: what the second one saves
+	$(BIN)/headwater demo $(ARGS)
 
 test: lint redis-server  ## everything: lint, types, every test, coverage
 	$(BIN)/coverage run -m pytest -q

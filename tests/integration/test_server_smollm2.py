@@ -59,7 +59,11 @@ def _model() -> None:
 def url(_model: None) -> Iterator[str]:
     """A server's address, as it prints it."""
     with subprocess.Popen(
-        command("serve", "--port", "0"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command("serve", "--port", "0", "--no-pool"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -18,13 +18,14 @@ from headwater.cli.engine_options import DEFAULT_MODEL, OPTIONS, needs_extra
 from headwater.cli.generate import generate
 from headwater.cli.serve import serve
 from headwater.engine.config import EngineConfig
-from headwater.errors import EngineConfigError, EngineError, InvalidArgumentError
+from headwater.errors import EngineConfigError, EngineError, InvalidArgumentError, UrlError
 from headwater.serve.config import ServerConfig
 
 app = typer.Typer()
 for function in (serve, generate, chat):
     app.command()(function)
-DEFAULTS = ServerConfig(engine=EngineConfig(model=DEFAULT_MODEL))
+POOL = "shm:///the-pool-of-this-user"
+DEFAULTS = ServerConfig(engine=EngineConfig(model=DEFAULT_MODEL, pool=POOL))
 
 
 @pytest.fixture
@@ -33,8 +34,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     pytest.importorskip("uvicorn")
     pytest.importorskip("starlette")
     pytest.importorskip("msgspec")
-    from headwater.serve import server
+    from headwater.serve import default_pool, server
 
+    monkeypatch.setattr(default_pool, "choose_pool", lambda **_: default_pool.PoolChoice(POOL, "made up"))
     seen: list[ServerConfig] = []
 
     def run_server(config: ServerConfig, **_: Any) -> int:
@@ -64,15 +66,27 @@ def test_options_arrive(served: list[ServerConfig], monkeypatch: pytest.MonkeyPa
     args = "--host 0.0.0.0 --port 1 --served-model-name x --max-waiting 2 --model m --page-size 8 --memory-ratio 0.5"
     assert invoke("serve", *args.split(), "--no-cuda-graphs", "--overlap", "--tensor-parallel-size", "2").exit_code == 0
     engine = EngineConfig(
-        model="m", page_size=8, memory_ratio=0.5, cuda_graphs=False, overlap=True, tensor_parallel_size=2
+        model="m", page_size=8, memory_ratio=0.5, cuda_graphs=False, overlap=True, tensor_parallel_size=2, pool=POOL
     )
     server = {"host": "0.0.0.0", "port": 1, "served_model_name": "x", "max_waiting": 2, "api_key": "sesame"}
     assert served == [replace(DEFAULTS, engine=engine, **server)]
 
 
 @pytest.mark.parametrize(
+    ("args", "pool"),
+    [([], POOL), (["--no-pool"], None), (["--pool", "file:///x?capacity=1GiB"], "file:///x?capacity=1GiB")],
+)
+def test_a_pool_is_used_unless_told_otherwise(served: list[ServerConfig], args: list[str], pool: str | None) -> None:
+    assert invoke("serve", *args).exit_code == 0
+    assert [config.engine.pool for config in served] == [pool]
+
+
+@pytest.mark.parametrize(
     ("args", "kind"),
     [
+        (["serve", "--pool", "shm:///x", "--no-pool"], InvalidArgumentError),
+        (["serve", "--pool", "shem:///x"], UrlError),
+        (["serve", "--pool", "memory://", "--tensor-parallel-size", "2"], EngineConfigError),
         (["serve", "--page-size", "0"], EngineConfigError),
         (["serve", "--host", "0.0.0.0"], EngineConfigError),
         (["serve", "--dtype", "int3"], EngineConfigError),
@@ -107,3 +121,27 @@ def test_the_commands_cost_nothing_until_they_run() -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
+
+
+WITHOUT_TORCH = """
+import sys
+from headwater.cli import run
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name=name)
+
+sys.meta_path.insert(0, Missing())
+print([run(["bench", name]) for name in ("engine", "transfer", "ttft")])
+"""
+
+
+def test_benchmarks_without_torch_say_what_to_install() -> None:
+    path = str(Path(__file__).parents[2] / "src")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[1, 1, 1]"
+    lines = done.stderr.splitlines()
+    assert lines == ["error: the package torch is not installed; pip install 'headwater[engine]'"] * 3

@@ -41,6 +41,14 @@ def test_readings_follow_the_engine() -> None:
     assert b"headwater_preemptions_total 5\n" in metrics.render()
 
 
+def test_everything_that_is_known_of_the_pool_is_on_the_page() -> None:
+    names = [name for name in Stats.__struct_fields__ if name.startswith("pool_")]
+    stats = Stats(**{name: number for number, name in enumerate(names, start=1)})
+    page = ServerMetrics(lambda: stats, {}).render().decode()
+    for number, name in enumerate(names, start=1):
+        assert f"headwater_{name}_total {number}\n" in page
+
+
 def test_labels_are_escaped() -> None:
     (*_, line) = Info("i", "h", {"a": 'x"\\\n'}).lines()
     assert line == 'i{a="x\\"\\\\\\n"} 1'

@@ -9,6 +9,7 @@ import typer
 from headwater.cli.bench import bench_app
 from headwater.cli.chat import chat
 from headwater.cli.convert import convert
+from headwater.cli.demo.command import demo
 from headwater.cli.generate import generate
 from headwater.cli.pool import pool_app
 from headwater.cli.serve import serve
@@ -18,6 +19,7 @@ app.command()(serve)
 app.command()(generate)
 app.command()(chat)
 app.command()(convert)
+app.command()(demo)
 app.add_typer(pool_app, name="pool")
 app.add_typer(bench_app, name="bench")
 

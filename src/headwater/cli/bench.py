@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from headwater.cli.engine_options import needs_extra
+
 bench_app = typer.Typer(help="Measure Headwater on this machine.", no_args_is_help=True, add_completion=False)
 
 
@@ -51,8 +53,10 @@ def bench_engine(
     quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
 ) -> None:
     """Serve many requests and a long prompt next to transformers, and measure steps against the GPU's own limits."""
-    from headwater.bench import engine
     from headwater.cli.output import print_json
+
+    with needs_extra("engine"):
+        from headwater.bench import engine
 
     plan = replace(engine.QUICK if quick else engine.EngineBench(), model=model)
     report = engine.run(
@@ -78,8 +82,10 @@ def bench_transfer(
     quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
 ) -> None:
     """Save a GPU's KV to a pool in shared memory and load it again, against one large copy of the same bytes."""
-    from headwater.bench import transfer, transfer_gpu
     from headwater.cli.output import print_json
+
+    with needs_extra("engine"):
+        from headwater.bench import transfer, transfer_gpu
 
     full = transfer_gpu.TransferBench(num_tokens=tokens, staging_bytes=staging_mib << 20, pairs=pairs)
     report = transfer.run(transfer.QUICK if quick else full, _note)
@@ -87,6 +93,37 @@ def bench_transfer(
         print_json(_rounded(report))
     else:
         _print_transfer(report)
+
+
+@bench_app.command("ttft")
+def bench_ttft(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    model: Annotated[str, typer.Option(help="What to serve on the CPU: a checkpoint, or a name of the catalog.")] = (
+        "smollm2"
+    ),
+    seconds: Annotated[float, typer.Option(help="Begin no further CPU run after this time.", min=1)] = 900.0,
+    cpu: Annotated[bool, typer.Option("--cpu/--no-cpu", help="Two servers on the CPU.")] = True,
+    gpu: Annotated[bool, typer.Option("--gpu/--no-gpu", help="A long prompt on the GPU, if any.")] = True,
+    device: Annotated[str, typer.Option(help="cpu: the GPU's part without one, in float32; with --quick.")] = "cuda",
+    quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
+) -> None:
+    """Measure the time to the first token of a prompt that another server has computed, against computing it."""
+    from headwater.cli.output import print_json
+
+    with needs_extra("engine"):
+        from headwater.bench import ttft
+
+    plan = replace(ttft.QUICK if quick else ttft.TtftBench(), model=model)
+    chosen = replace(
+        plan,
+        cpu=replace(plan.cpu, seconds=seconds) if cpu and plan.cpu is not None else None,
+        gpu=plan.gpu if gpu else None,
+    )
+    report = ttft.run(chosen, _note, device)
+    if as_json:
+        print_json(_rounded(report))
+    else:
+        _print_ttft(report)
 
 
 def _note(text: str) -> None:
@@ -186,6 +223,34 @@ def _print_transfer(report: dict[str, Any]) -> None:
         if report.get(name):
             speeds.add_row(str(report[name]), "")
     _print_tables(report, speeds)
+
+
+_TTFT_ROWS = (
+    ("CPU, {cpu_prompt_tokens} tokens: computed, s to the first token", "cpu_cold_s"),
+    ("  by another server, from the pool, s", "cpu_hit_s"),
+    ("  unique prompts: throughput that saving takes", "cpu_no_reuse_cost"),
+    ("  noise of that", "cpu_no_reuse_noise"),
+    ("GPU, {gpu_prompt_tokens} tokens: computed, ms to the first token", "recompute_ms"),
+    ("  of the matrix rate", "gpu_prefill_mfu"),
+    ("  from the pool, ms", "hit_ms"),
+    ("  one large copy of the same bytes, ms", "bus_ms"),
+    ("  a step of decoding, ms", "decode_step_ms"),
+    ("  half of it from the pool, layer by layer, ms", "layerwise_ms"),
+    ("  half of it from the pool, blocking, ms", "blocking_ms"),
+)
+
+
+def _print_ttft(report: dict[str, Any]) -> None:
+    from headwater.cli.output import table
+
+    times = table("time to the first token", ">")
+    for title, name in _TTFT_ROWS:
+        if report.get(name) is not None:
+            times.add_row(title.format_map(report), f"{report[name]:.4g}")
+    for name in ("cpu_reason", "gpu_reason"):
+        if report.get(name):
+            times.add_row(str(report[name]), "")
+    _print_tables(report, times)
 
 
 def _print_tables(report: dict[str, Any], *figures: Any) -> None:

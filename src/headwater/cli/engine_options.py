@@ -19,7 +19,6 @@ from headwater.engine.config import DTYPES, LAYOUTS, LOAD_FORMATS, EngineConfig
 from headwater.errors import EngineError
 
 DEFAULT_MODEL = "smollm2"
-INSTALL = "pip install 'headwater[serve]'"
 PANEL = "Engine"
 
 
@@ -54,8 +53,9 @@ OPTIONS: dict[str, _Row] = {
     "num_threads": _Row(int | None, "CPU threads of one rank; if not given, the cores divided by the ranks."),
     "pool": _Row(str | None, "Share KV with other servers through this pool, e.g. shm:///headwater.", "URL"),
     "pool_role": _Row(str, "Save KV, load it, or both.", _one_of(*ROLES)),
-    "pool_load": _Row(str, "async: others go on while a request waits for its KV.", _one_of(*LOAD_MODES)),
+    "pool_load": _Row(str, "How a request waits for its KV; async: outside the batch.", _one_of(*LOAD_MODES)),
     "pool_saves_decoded": _Row(bool, "Save what was generated, too."),
+    "pool_group_bytes": _Row(int | None, "Layers move together until they have so many bytes; if not given, as suits."),
 }
 
 
@@ -80,14 +80,14 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def needs_extra() -> Iterator[None]:
+def needs_extra(extra: str = "serve") -> Iterator[None]:
     """Say what to install where a package that the engine needs is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "headwater":
             raise
-        raise EngineError(f"the package {error.name} is not installed; {INSTALL}") from error
+        raise EngineError(f"the package {error.name} is not installed; pip install 'headwater[{extra}]'") from error
 
 
 def _parameter(name: str, row: _Row) -> inspect.Parameter:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shlex
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwater.cli.engine_options import engine_options, needs_extra
+from headwater.cli.engine_options import PANEL, engine_options, needs_extra
 from headwater.cli.output import one_line, progress
 from headwater.engine.config import EngineConfig
+from headwater.errors import InvalidArgumentError
 from headwater.serve.config import ServerConfig
 
 if TYPE_CHECKING:
+    from headwater.serve.default_pool import PoolChoice
     from headwater.serve.messages import Ready
 
 
@@ -39,13 +42,26 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Sequences that may wait for room; more are refused with status 429.")
     ] = ServerConfig.max_waiting,
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            rich_help_panel=PANEL,
+            help="The pool to share KV through with other servers, e.g. shm:///NAME?capacity=8GiB; if not given, one "
+            "in shared memory that all servers of this user share.",
+        ),
+    ] = None,
+    no_pool: Annotated[
+        bool, typer.Option("--no-pool", rich_help_panel=PANEL, help="Share nothing, and keep nothing.")
+    ] = False,
 ) -> None:
     """Serve a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
     with needs_extra():
         from headwater.serve.server import Hooks, run_server
 
+    chosen = _choose_pool(pool, no_pool, config)
     server = ServerConfig(
-        engine=config,
+        engine=replace(config, pool=chosen.url),
         host=host,
         port=port,
         served_model_name=served_model_name,
@@ -61,7 +77,7 @@ def serve(
 
         def on_ready(ready: Ready, model: str, url: str) -> None:
             bar.close()
-            _print_ready(ready, model, url, needs_key=api_key is not None)
+            _print_ready(ready, model, url, chosen.note, needs_key=api_key is not None)
 
         hooks = Hooks(
             on_progress=on_progress,
@@ -73,12 +89,27 @@ def serve(
     raise typer.Exit(code)
 
 
-def _print_ready(ready: Ready, model: str, url: str, *, needs_key: bool) -> None:
+def _choose_pool(url: str | None, no_pool: bool, config: EngineConfig) -> PoolChoice:
+    from headwater.serve.default_pool import PoolChoice, choose_pool
+    from headwater.stores.url import StoreUrl, parse_url
+
+    if url is not None and no_pool:
+        raise InvalidArgumentError("--pool and --no-pool contradict each other; give one of them")
+    if no_pool:
+        return PoolChoice(None, "none (--no-pool)")
+    if url is not None:
+        parsed = parse_url(url)
+        return PoolChoice(url, f"{StoreUrl(parsed.scheme, parsed.path)} (as asked)")
+    return choose_pool(num_ranks=config.tensor_parallel_size)
+
+
+def _print_ready(ready: Ready, model: str, url: str, pool: str, *, needs_key: bool) -> None:
     num_tokens = ready.num_pages * ready.page_size
     typer.echo(f"model    {one_line(model)}")
     typer.echo(f"runs on  {one_line(ready.placement)}")
     typer.echo(f"KV cache {ready.num_pages:,} pages of {ready.page_size} tokens: room for {num_tokens:,} tokens")
     typer.echo(f"         {one_line(ready.sizing)}")
+    typer.echo(f"pool     {one_line(pool)}")
     typer.echo(f"context  {ready.max_model_len:,} tokens; up to {ready.max_num_seqs} sequences at a time")
     typer.echo(f"ready    {url}/v1  (Ctrl-C stops)\n")
     key = ' -H "Authorization: Bearer $HEADWATER_API_KEY"' if needs_key else ""

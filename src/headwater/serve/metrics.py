@@ -169,14 +169,14 @@ class ServerMetrics:
             ("prefix_cache_queried_tokens_total", "Prompt tokens looked up.", lambda s: s.num_prompt_tokens),
             ("prefix_cache_hit_tokens_total", "Prompt tokens found.", lambda s: s.num_cached_tokens),
             ("engine_steps_total", "Steps of the engine.", lambda s: s.num_steps),
+            ("pool_asked_tokens_total", "Tokens looked up in the pool.", lambda s: s.pool_asked_tokens),
+            ("pool_matched_tokens_total", "Of those, tokens that the pool had.", lambda s: s.pool_matched_tokens),
+            ("pool_loaded_tokens_total", "Of those, tokens that came from there.", lambda s: s.pool_loaded_tokens),
+            ("pool_wait_seconds_total", "Time that requests waited for loads.", lambda s: s.pool_wait_seconds),
             ("pool_loaded_bytes_total", "KV brought from the pool, by rank 0.", lambda s: s.pool_loaded_bytes),
             ("pool_saved_bytes_total", "KV stored in the pool, by rank 0.", lambda s: s.pool_saved_bytes),
-            ("pool_load_seconds_total", "Time that loads took.", lambda s: s.pool_load_seconds),
-            (
-                "pool_dropped_chunks_total",
-                "Chunks not saved, for lack of room.",
-                lambda s: s.pool_dropped_chunks,
-            ),
+            ("pool_load_seconds_total", "Time that moving them took.", lambda s: s.pool_load_seconds),
+            ("pool_dropped_chunks_total", "Chunks not saved, for lack of room.", lambda s: s.pool_dropped_chunks),
             ("pool_damaged_chunks_total", "Chunks that did not verify.", lambda s: s.pool_damaged_chunks),
         ]
         for kind, rows in (("gauge", gauges), ("counter", counters)):

@@ -110,13 +110,20 @@ def run_demo(url: str | None, num_tokens: int, keep: bool, progress: Progress) -
 
 @contextmanager
 def _pool_url(url: str | None, num_tokens: int, keep: bool) -> Iterator[tuple[str, str]]:
-    """The pool to use, and a remark about it. One of its own is in shared memory, or else in a temporary directory."""
-    if url is not None:
-        if parse_url(url).scheme == "memory":
-            raise UrlError(f"{url} is private to one process, and the demo's ranks are many; use shm:// or file://")
-        yield url, ""
+    """The pool to use, and a remark about it."""
+    if url is None:
+        with own_pool(2 * SPEC.extent_bytes(num_tokens), keep) as made:
+            yield made
         return
-    settings = f"?capacity={max(_MIN_CAPACITY, 2 * SPEC.extent_bytes(num_tokens))}"
+    if parse_url(url).scheme == "memory":
+        raise UrlError(f"{url} is private to one process, and the demo's ranks are many; use shm:// or file://")
+    yield url, ""
+
+
+@contextmanager
+def own_pool(capacity_bytes: int, keep: bool) -> Iterator[tuple[str, str]]:
+    """A pool of the demo's own, and a remark about it: in shared memory, or else in a temporary directory."""
+    settings = f"?capacity={max(_MIN_CAPACITY, capacity_bytes)}"
     place, note = f"shm:///headwater-demo-{secrets.token_hex(4)}", ""
     try:
         try:

@@ -43,7 +43,7 @@ def run_server(server: Server, url: str, num_tokens: int, done: Callable[[], obj
     running: list[tuple[ForkServerProcess, Connection]] = []
     outcomes: list[Report | str] = []
     try:
-        with _uninterrupted():
+        with uninterrupted():
             for pp_rank in range(topology.num_stages):
                 for tp_rank in range(topology.tp):
                     rank = Rank(url, group, topology, pp_rank, tp_rank, num_tokens)
@@ -86,7 +86,7 @@ def _outcome(receiver: Connection) -> Report | str:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Hold signals back until every process that was started is known, so that it can be ended.
 
     What is started meanwhile never hears Ctrl-C, which a terminal sends to everyone: ending it is for this process.

@@ -1,0 +1,37 @@
+"""`headwater demo`: its options. What it does is in `two_servers`, which is imported when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headwater.cli.engine_options import needs_extra
+from headwater.cli.output import console, print_json
+
+
+def demo(
+    tokens: Annotated[int, typer.Option(min=300, max=120_000, help="Tokens in the document, about.")] = 4000,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|FILE|NAME",
+            help="A model of yours; if not given SmolLM2, or where that is missing a small one with random weights.",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
+) -> None:
+    """Start two servers on one pool, ask both about a long document, and show what the second one saved.
+
+    Exit code 1 if the second server did not find the document, or answered something else.
+    """
+    with needs_extra():
+        from headwater.cli.demo.two_servers import run_two_servers, show
+
+        outcome = run_two_servers(model, tokens, device, lambda text: typer.echo(f"… {text}", err=True))
+    if as_json:
+        print_json(outcome.as_dict())
+    else:
+        show(outcome, console())
+    raise typer.Exit(0 if outcome.correct else 1)

@@ -1,0 +1,132 @@
+"""`headwater demo`: two real servers on one pool, and nothing left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("msgspec")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from headwater.cli.demo import two_servers
+from headwater.cli.demo.live import LiveServer
+from headwater.errors import EngineError, InvalidArgumentError, ModelError
+
+pytestmark = pytest.mark.slow
+
+SRC = Path(__file__).parents[2] / "src"
+ENV = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))}
+
+
+def leftovers(url_part: str = "headwater-demo-") -> list[str]:
+    """Pools of demos, and processes that were started for one."""
+    found = [name for name in os.listdir("/dev/shm") if name.startswith(url_part)]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue  # it has ended meanwhile
+            if url_part in command:
+                found.append(f"process {entry.name}: {command}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _path_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers are processes: they find the package where this one did."""
+    monkeypatch.setenv("PYTHONPATH", ENV["PYTHONPATH"])
+
+
+@pytest.fixture
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = two_servers.open_checkpoint
+
+    def without_smollm2(path: Any, load_format: str = "auto") -> Any:
+        if path == "smollm2":
+            raise ModelError("SmolLM2 is not installed")
+        return real(path, load_format)
+
+    monkeypatch.setattr(two_servers, "open_checkpoint", without_smollm2)
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
+    """The /metrics of every server that ended, the last one first."""
+    seen: list[dict[str, float]] = []
+
+    class Watched(LiveServer):
+        def close(self) -> None:
+            with urlopen(f"{self._url}/metrics", timeout=60) as reply:
+                lines = [line for line in reply.read().decode().splitlines() if not line.startswith("#")]
+            seen.append({name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)})
+            super().close()
+
+    monkeypatch.setattr(two_servers, "LiveServer", Watched)
+    return seen
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_the_second_server_finds_what_the_first_computed(pages: list[dict[str, float]]) -> None:
+    before = set(leftovers())
+    notes: list[str] = []
+    outcome = two_servers.run_two_servers(None, 900, "cpu", notes.append)
+    assert outcome.correct
+    assert outcome.second.cached_tokens >= 768 > outcome.first.cached_tokens
+    assert 900 <= outcome.first.prompt_tokens == outcome.second.prompt_tokens <= 900 + two_servers.ROOM_TOKENS
+    assert "stands in, and talks nonsense: SmolLM2 is not installed" in outcome.note
+    report = outcome.as_dict()
+    assert report["saved_tokens"] == outcome.second.cached_tokens
+    assert [server["first_token_s"] > 0 for server in report["servers"]] == [True, True]
+    assert len(notes) == 3
+    second, first = ({name.removeprefix("headwater_pool_"): value for name, value in page.items()} for page in pages)
+    assert first["saved_bytes_total"] > 0 == first["loaded_bytes_total"]
+    assert second["asked_tokens_total"] >= second["matched_tokens_total"] >= 768
+    assert second["loaded_tokens_total"] >= 768
+    assert second["loaded_bytes_total"] > 0 < second["wait_seconds_total"]
+    assert [page["dropped_chunks_total"] + page["damaged_chunks_total"] for page in (first, second)] == [0, 0]
+    assert set(leftovers()) == before
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_too_long_a_document_is_refused_before_anything_starts() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"--tokens is 65,500; this model was made for 65,536"):
+        two_servers.run_two_servers(None, 65_500, "cpu", lambda text: None)
+
+
+def test_a_server_that_does_not_start_says_why() -> None:
+    with (
+        LiveServer(["--model", "/nonexistent/model", "--no-pool"]) as server,
+        pytest.raises(EngineError, match="a server did not start: no model '/nonexistent/model'"),
+    ):
+        server.wait_ready()
+
+
+def test_ctrl_c_leaves_nothing() -> None:
+    before = set(leftovers())
+    command = [sys.executable, "-m", "headwater.cli", "demo", "--device", "cpu"]
+    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert "two servers load" in line, line
+            deadline = time.monotonic() + 60
+            while sum("process" in name for name in set(leftovers()) - before) < 2:
+                assert time.monotonic() < deadline, "the servers were not started"
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+    assert set(leftovers()) == before
