@@ -282,7 +282,7 @@ def test_an_abort_while_kv_is_on_its_way_keeps_the_pages_until_it_has_come() -> 
 
 
 def test_a_step_whose_kv_did_not_verify_is_taken_back() -> None:
-    engine, device = make_engine(pool_seed=1, prefix_cache="radix")
+    engine, _ = make_engine(pool_seed=1, prefix_cache="radix")
     pool: Any = engine._link
     pool.layerwise_part = 1.0
     prompt = list(range(20))
