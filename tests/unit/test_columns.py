@@ -101,7 +101,7 @@ def test_a_second_value_is_refused_and_the_first_may_come_again(pool: Pool, spac
     assert space.exists(chunks) == [True] * (COUNT - 1) + [False]
     for extent in again:
         extent.abort()
-    assert not pool.store.audit()  # type: ignore[attr-defined]
+    assert pool.verify().clean
 
 
 def test_what_was_cleared_meanwhile_is_lost(pool: Pool, space: Space) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import open_pool
 from headwater.stores.base import Status
+from headwater.stores.embedded import janitor
 
 from support import empty_tiles, gqa, identity, local_tiles, temporary_url, wait_until
 
@@ -179,3 +181,27 @@ def test_the_same_prompt_running_twice_with_results_that_differ_in_a_bit() -> No
             assert all(len(np.unique(buffer)) == 1 for buffer in buffers), "one chunk, two writers' bytes"
         assert pool.stats().store.damaged == 0
         assert pool.verify().clean
+
+
+def test_a_chunk_that_grows_slowly_is_not_taken_for_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that goes layer by layer lasts as long as the step that computes it; what counts is the last commit."""
+    monkeypatch.setattr(janitor, "MAX_PENDING_NS", 10_000_000_000)
+    now = [time.time_ns()]
+    monkeypatch.setattr(time, "time_ns", lambda: now[0])
+    spec = gqa(4, 2, 8)
+    with temporary_url("shm", tmp_path, "capacity=4MiB") as url, open_pool(url) as one, open_pool(url) as two:
+        spaces = [pool.space(identity(), spec, chunk_tokens=16) for pool in (one, two)]
+        chunks = spaces[0].keys(range(16)).chunks()
+        whole = whole_shard(spec)
+        for layer in range(4):
+            shard = replace(whole, layers=range(layer, layer + 1))
+            assert spaces[0].write(chunks, shard, [spaces[0].empty(chunks[0], shard)]) == [Status.OK]
+            now[0] += 6_000_000_000
+            if layer < 3:
+                assert spaces[1].write(chunks, whole, [spaces[1].empty(chunks[0], whole)]) == [Status.BUSY]
+        assert spaces[0].exists(chunks) == [True]
+        more = spaces[0].keys(range(100, 116)).chunks()
+        first = replace(whole, layers=range(1))
+        assert spaces[0].write(more, first, [spaces[0].empty(more[0], first)]) == [Status.OK]
+        now[0] += 11_000_000_000
+        assert spaces[1].write(more, whole, [spaces[1].empty(more[0], whole)]) == [Status.OK], "nobody works on it"

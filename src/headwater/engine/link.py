@@ -147,8 +147,8 @@ class PoolLink:
         self._config = config
         self._mover = mover
         self._dummy_page = dummy_page
-        self._started: dict[str, tuple[float, int]] = {}
-        """When each load under way began, and how many tokens the engine had itself."""
+        self._started: dict[str, tuple[float, range]] = {}
+        """When each load under way began, and the tokens it may bring."""
         self._num_asked = self._num_matched = self._num_loaded = 0
         self._wait_seconds = 0.0
 
@@ -163,7 +163,7 @@ class PoolLink:
             return NOTHING
         block_ids = request.page_row[: len(request.pages)]
         job = self._half.start_load(str(request.arrival), request.num_computed, block_ids, num_shared, self._dummy_page)
-        self._started[job.request_id] = time.monotonic(), request.num_computed
+        self._started[job.request_id] = time.monotonic(), range(request.num_computed, num_matched)
         mode = self._config.load_mode
         self._mover.load(job, layerwise=mode == "layerwise")
         if mode == "async":
@@ -208,9 +208,9 @@ class PoolLink:
         ended = []
         for name, num_chunks in ((loaded.request_id, loaded.num_chunks) for loaded in self._mover.wait_loaded(wait_s)):
             num_tokens = self._half.finish_load(name, num_chunks)
-            start_s, num_local = self._started.pop(name)
+            start_s, wanted = self._started.pop(name)
             self._wait_seconds += time.monotonic() - start_s
-            self._num_loaded += max(0, num_tokens - num_local)
+            self._num_loaded += max(0, min(num_tokens, wanted.stop) - wanted.start)
             ended.append(LoadEnd(int(name), num_tokens))
         return ended
 

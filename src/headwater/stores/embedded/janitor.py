@@ -141,9 +141,10 @@ class Janitor:
             self.remove([parent])
 
     def expired(self, entry: Entry) -> bool:
-        """Whether a pending record's writers are dead or took too long."""
-        old = time.time_ns() - entry.record.created_ns > MAX_PENDING_NS
-        return old or not self._members.group_alive(entry.record.group)
+        """Whether a pending record's writers are dead, or have committed nothing for too long."""
+        now, used = time.time_ns(), self._index.age(entry.cell)
+        since = max(entry.record.created_ns, used) if used <= now else entry.record.created_ns
+        return now - since > MAX_PENDING_NS or not self._members.group_alive(entry.record.group)
 
     # ---- eviction -----------------------------------------------------------------------------------------------
     def evict(self, need_units: int) -> bool:

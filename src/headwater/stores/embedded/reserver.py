@@ -25,7 +25,6 @@ from headwater.stores.embedded.janitor import PENDING_SHARE
 from headwater.stores.embedded.layout import CHUNK, COMPLETE, PENDING, ROOT, SPACE, Record, Word
 
 _ROOM_ROUNDS = 16
-_MAX_HOMES = 1024
 
 Outcome = Entry | Status
 """The pending record to fill, or why there is none."""
@@ -41,8 +40,6 @@ class Reserver:
     def __init__(self, core: Core) -> None:
         self.core = core
         self._index = core.index
-        self._homes: dict[bytes, tuple[Entry, Entry]] = {}
-        """(Space, root) that were found before, by the root's key."""
 
     def reserve(self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline: float) -> list[Outcome]:
         """One transaction for all, more only where new segments must be had first."""
@@ -94,9 +91,6 @@ class Reserver:
 
     def _ensure_root(self, root: RootRef) -> Entry | None:
         """The root's record under its space's, both made where they are missing."""
-        words, known = self._index.state_words, self._homes.get(root.key)
-        if known is not None and all(words[self._index.word_at(entry.cell)] == entry.word for entry in known):
-            return known[1]  # the same two records as before
         space = self._index.find(root.space.key)
         if space is None:
             space = self._insert_node(root.space.key, root.space.payload, SPACE, None, root.space.chunk_tokens)
@@ -108,12 +102,7 @@ class Reserver:
         if entry is not None and entry.record.parent_id != space.record.id:
             self.core.janitor.remove([entry])
             entry = None
-        entry = entry or self._insert_node(root.key, root.payload, ROOT, space, root.space.chunk_tokens)
-        if entry is not None:
-            if len(self._homes) >= _MAX_HOMES:
-                self._homes.clear()
-            self._homes[root.key] = space, entry
-        return entry
+        return entry or self._insert_node(root.key, root.payload, ROOT, space, root.space.chunk_tokens)
 
     def check_space(self, space: SpaceRef, entry: Entry) -> None:
         """Raise SpecMismatchError unless the stored description of the space is ours."""

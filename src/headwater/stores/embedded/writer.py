@@ -311,6 +311,8 @@ class Writer:
     def _complete(self, entries: Sequence[Entry]) -> None:
         """Make visible what has all its checksums."""
         index, words = self._index, self._index.words
+        # Also those that are not complete yet: a commit shows that their writers are at work.
+        index.touch_all(np.array([entry.cell for entry in entries], np.int64), time.time_ns())
         done = self.core.columns.complete(entries)
         if not done:
             return
@@ -319,7 +321,6 @@ class Writer:
         words[Word.CHUNKS] += len(done)
         words[Word.STORED] += len(done)
         words[Word.STORED_BYTES] += num_bytes
-        index.touch_all(np.array([entry.cell for entry in done], np.int64), time.time_ns())
         for record in [entry.record for entry in done if entry.record.is_tail]:
             parent = index.entry(record.parent_cell)
             if parent is not None and parent.record.id == record.parent_id:
