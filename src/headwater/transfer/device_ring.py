@@ -7,6 +7,7 @@ kernel and leave in few large copies. Which chunks move is decided by callers.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,15 @@ class DeviceRing:
             self._next = (start + used) % self._size
             self._free -= skipped + used
         return Room(start, taken, skipped + used)
+
+    def take_while(
+        self, unit_bytes: int, count: int, is_patient: Callable[[], bool], poll_s: float = 0.0005
+    ) -> Room | None:
+        """`take`, waiting for room as long as the caller is patient."""
+        while (room := self.take(unit_bytes, count)) is None and count and is_patient():
+            with self._changed:
+                self._changed.wait(poll_s)
+        return room
 
     def give_back(self, num_bytes: int) -> None:
         """Return the oldest bytes that are taken."""

@@ -23,7 +23,7 @@ from headwater.transfer.convert import gather, plan_chunks
 from headwater.transfer.device_ring import DeviceRing, Room
 from headwater.transfer.device_save import Gathered, SaveJob
 from headwater.transfer.device_sender import Sender
-from headwater.transfer.lanes import Lane, Mark, current_lane
+from headwater.transfer.lanes import OVER, Lane, Mark, current_lane
 from headwater.transfer.layers import GPU_GROUP_BYTES, layer_groups
 from headwater.transfer.view import PagedView
 
@@ -51,6 +51,8 @@ class DeviceSaver:
         self._beside = Lane(view.device)
         self._gathering: Mark | None = None
         """The newest gather that may still run beside the caller's stream."""
+        self._passed: Mark = OVER
+        """The end of the newest group of layers that was launched."""
         self._open: list[SaveJob] = []
         self._num_full = 0
         self._sender = Sender(space, view, shard, self.ring, deadline_s)
@@ -119,8 +121,10 @@ class DeviceSaver:
         self._end(skipped)  # a step that was not finished, and another one now
         for job in self._open:
             job.num_layers += 1
-            if layer == job.groups[job.num_gathered][-1]:
-                self._gather_group(job)
+        if ready := [job for job in self._open if layer == job.groups[job.num_gathered][-1]]:
+            before, self._passed = self._passed, current_lane(self._view.device).mark()
+            for job in ready:
+                self._gather_group(job, before)
         self._open = [job for job in self._open if job.num_gathered < len(job.groups) and job.num_kept]
         if layer == self._shard.layers[-1] and self._gathering is not None:
             current_lane(self._view.device).wait(self._gathering)
@@ -153,11 +157,15 @@ class DeviceSaver:
         self._sender.close(timeout_s)
 
     # ---- gathering ----------------------------------------------------------------------------------------------
-    def _gather_group(self, job: SaveJob) -> None:
+    def _gather_group(self, job: SaveJob, before: Mark) -> None:
         """Gather a job's next group of layers; chunks that there is no room for are given up, from the last on."""
         layers = job.groups[job.num_gathered]
         unit, done, rooms = len(layers) * self._layer_bytes, 0, list[Room]()
-        while done < job.num_kept and (room := self.ring.take(unit, job.num_kept - done)) is not None:
+        # Whoever launches a step is far ahead of the device. As long as that has not come to the end of the group
+        # before, it has work left, and waiting for room costs it nothing.
+        while done < job.num_kept and (
+            room := self.ring.take_while(unit, job.num_kept - done, lambda: not before.query())
+        ):
             rooms.append(room)
             done += room.num_units
         if done < job.num_kept:

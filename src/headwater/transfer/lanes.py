@@ -15,12 +15,18 @@ class Mark(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has got there."""
 
+    def query(self) -> bool:
+        """Whether it has."""
+
 
 class _Past:
     """A moment that is over."""
 
     def synchronize(self) -> None:
         return
+
+    def query(self) -> bool:
+        return True
 
 
 OVER: Mark = _Past()
