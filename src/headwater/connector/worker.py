@@ -85,6 +85,10 @@ class WorkerHalf:
         """The step has written its KV of one layer: save it, if somebody wants to."""
         self._saver.layer_done(layer)
 
+    def discard(self) -> None:
+        """The step failed: what it was to save must not be taken from blocks that it has not written."""
+        self._saver.discard()
+
     def cancel(self, request_id: str) -> None:
         """The request is gone: stop its load if it has not ended."""
         self._loader.cancel(request_id)

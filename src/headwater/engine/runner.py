@@ -120,7 +120,12 @@ class Runner:
         )
         plan = self.attention.plan(batch)
         context = StepContext(staged.positions, staged.slots, self.attention, plan, self.cache, hooks)
-        hidden = self.model.forward(token_ids, context)
+        try:
+            hidden = self.model.forward(token_ids, context)
+        except BaseException:
+            if self._half is not None:
+                self._half.discard()
+            raise
         return self.model.logits(hidden.index_select(0, staged.sample_rows))
 
     def _create_cache(self, num_pages: int) -> PagedKVCache:

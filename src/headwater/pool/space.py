@@ -260,6 +260,10 @@ class Space:
                 statuses[i] = status
         return statuses
 
+    def segment(self, number: int) -> Tiles | None:
+        """See `Store.segment`."""
+        return self._store.segment(number)
+
     def reserve(
         self, chunks: Sequence[ChunkRef], shard: Shard, *, deadline_s: float | None = None
     ) -> list[Reservation]:

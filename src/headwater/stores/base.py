@@ -228,6 +228,10 @@ class Store(Protocol):
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         """Copy from the callers' memory, parents before children."""
 
+    def segment(self, number: int) -> Tiles | None:
+        """All bytes of one segment of a mapped store, which gets its storage now if it had none; None where there is
+        none to be had. Slow for a new one: for whoever wants all of them ready before they are needed."""
+
     def reserve(
         self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline_s: float | None = None
     ) -> Sequence[Reservation]:

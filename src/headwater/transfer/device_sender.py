@@ -6,6 +6,8 @@ sent before what has arrived is committed: the bus must not stand still meanwhil
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -18,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headwater.errors import EngineError
+from headwater.errors import EngineError, HeadwaterError
 from headwater.kernels.post import post
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
@@ -67,6 +69,20 @@ class Sender:
         self.num_bytes = 0
         self._thread = threading.Thread(target=self._run, name="headwater-device-saver", daemon=True)
         self._thread.start()
+        self._closing = False
+        self._preparer = threading.Thread(target=self._prepare, name="headwater-device-segments", daemon=True)
+        if self._in_place and view.device.type == "cuda":
+            self._preparer.start()
+
+    def _prepare(self) -> None:
+        """Get the store's segments and register them before they are needed: a third of a second a gigabyte, in which
+        the ring would be full and saves dropped."""
+        enter_thread(self._view.device)
+        with contextlib.suppress(HeadwaterError, OSError):
+            for number in itertools.count():
+                segment = None if self._closing else self._space.segment(number)
+                if segment is None or self._segments.address(segment) is None:
+                    return
 
     # ---- from the thread that launches --------------------------------------------------------------------------
     def count(self, num_chunks: int) -> None:
@@ -101,6 +117,9 @@ class Sender:
 
     def close(self, timeout_s: float) -> None:
         """Drain, then stop the thread. Idempotent."""
+        self._closing = True
+        if self._preparer.is_alive():
+            self._preparer.join(timeout_s)
         if self._thread.is_alive():
             self.drain(timeout_s)
             self._queue.put(None)

@@ -37,8 +37,10 @@ class Registered:
         if known is not None:
             return known[0]
         address = int(segment.__array_interface__["data"][0])
-        if self._device.type == "cuda":
-            with _lock:
+        with _lock:
+            if id(segment) in self._known:  # another thread was faster
+                return address
+            if self._device.type == "cuda":
                 if address not in _uses:
                     try:
                         register_host(segment)
@@ -46,7 +48,7 @@ class Registered:
                         log.warning("%s; copies go through pinned memory instead", error)
                         return None
                 _uses[address] = _uses.get(address, 0) + 1
-        self._known[id(segment)] = address, segment  # held, so that nobody else gets its id or its addresses
+            self._known[id(segment)] = address, segment  # held, so that nobody else gets its id or its addresses
         return address
 
     def close(self) -> None:

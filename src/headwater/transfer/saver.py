@@ -48,6 +48,14 @@ class _Save:
 
 
 @dataclass(frozen=True)
+class _GiveUp:
+    """Chunks that will not be complete, and slots that are free once what was queued before is written."""
+
+    chunks: Sequence[ChunkRef]
+    slots: list[int]
+
+
+@dataclass(frozen=True)
 class _Part:
     """One group of layers of a save, in its slots."""
 
@@ -79,7 +87,7 @@ class Saver:
         self._slots = Slots(layers * heads * tile, staging_bytes)
         has_peers = shard.num_tiles < space.spec.num_layers * space.spec.num_kv_heads or shard.split.parts > 1
         self._aborts = Aborts(space, has_peers=has_peers)
-        self._queue: queue.SimpleQueue[_Part | Sequence[ChunkRef] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Part | _GiveUp | None] = queue.SimpleQueue()
         self._open: list[_Save] = []
         """Saves whose layers are being computed."""
         self.statuses: Counter[Status] = Counter()
@@ -112,6 +120,12 @@ class Saver:
         """Whether a save waits for its layers."""
         return bool(self._open)
 
+    def discard(self) -> None:
+        """The step failed: give up what was begun."""
+        for save in self._open:
+            self._queue.put(_GiveUp(save.chunks, save.slots))
+        self._open = []
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything that was taken is in the pool or given up."""
         deadline = time.monotonic() + timeout_s
@@ -122,10 +136,7 @@ class Saver:
     def close(self, timeout_s: float = 5.0) -> None:
         """Drain, then stop the thread. Idempotent."""
         if self._thread.is_alive():
-            for save in self._open:  # of a step that failed
-                self._queue.put(save.chunks)
-                self._slots.give_back(save.slots)
-            self._open = []
+            self.discard()
             self.drain(timeout_s)
             self._queue.put(None)
             self._thread.join(timeout_s)
@@ -135,7 +146,7 @@ class Saver:
         taken, dropped = chunks[: len(slots)], chunks[len(slots) :]
         if dropped:
             self.num_dropped += len(dropped)
-            self._queue.put(dropped)
+            self._queue.put(_GiveUp(dropped, []))
         if not taken:
             return None
         spans = [Span(block_ids, chunk.first_token, chunk.num_tokens) for chunk in taken]
@@ -169,13 +180,15 @@ class Saver:
                 if isinstance(item, _Part):
                     self._store(item)
                 else:
-                    self._aborts.give_up(item)
+                    self._aborts.give_up(item.chunks)
             except Exception:  # a pool that cannot be written costs the next server time, and this one nothing
                 log.exception("a save failed")
                 if isinstance(item, _Part):
                     self._fail(item.save, [n for n in range(len(item.save.chunks)) if n not in item.save.failed])
             finally:
-                if isinstance(item, _Part) and item.is_last:
+                if isinstance(item, _GiveUp):
+                    self._slots.give_back(item.slots)
+                elif item.is_last:
                     self._slots.give_back(item.save.slots)
 
     def _store(self, part: _Part) -> None:

@@ -6,12 +6,13 @@ fault cannot time out. Segments get their storage when first needed (`back`), ou
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +30,11 @@ Sources = tuple[int, Sequence[Bytes]]
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 class Data(Protocol):
@@ -159,13 +165,11 @@ class MappedData:
                     mapping = mmap.mmap(fd, size)
                 finally:
                     os.close(fd)
-            try:
-                # First touch of a fresh page costs five times its copy: pay it now, in one call.
-                mapping.madvise(_POPULATE_WRITE)
-            except (OSError, ValueError):
-                pass  # an older kernel: the pages come when they are touched
             self._mappings[segment] = mapping
             array = np.frombuffer(mapping, np.uint8)
+            # First touch of a fresh page costs five times its copy: pay it now, in one call; an older kernel refuses,
+            # and the pages come when they are touched. Not Python's own madvise, which keeps all other threads waiting.
+            _libc().madvise(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.size), _POPULATE_WRITE)
             self.addresses[segment] = array.ctypes.data
             self.segments[segment] = array
             return array

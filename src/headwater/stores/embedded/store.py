@@ -34,7 +34,9 @@ from headwater.stores.base import (
 )
 from headwater.stores.embedded.admin import Admin
 from headwater.stores.embedded.core import Core
+from headwater.stores.embedded.data import MappedData
 from headwater.stores.embedded.janitor import PENDING_SHARE
+from headwater.stores.embedded.layout import Word
 from headwater.stores.embedded.reader import ChunkLease, Reader
 from headwater.stores.embedded.ticket import Ticket, close_all
 from headwater.stores.embedded.writer import Writer
@@ -103,6 +105,16 @@ class EmbeddedStore:
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         with self._open():
             return self._writer.write(root, pieces, self._deadline(deadline_s))
+
+    def segment(self, number: int) -> Tiles | None:
+        with self._open():
+            data, words = self._core.data, self._core.index.words
+            if not isinstance(data, MappedData) or number >= self._core.geometry.num_segments:
+                return None
+            while number >= words[Word.BACKED]:
+                if not self._core.grow(self._deadline(None)):
+                    return None
+            return data.segment(number)
 
     def reserve(
         self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline_s: float | None = None
