@@ -78,7 +78,8 @@ class DecodeGraphs:
             self._forward(size)  # outside the graph first: kernels compile, libraries allocate their workspaces
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # Another engine of this process may be moving KV meanwhile, in threads of its own.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._logits[size] = self._forward(size)
             pool = graph.pool()
             self._graphs[size] = graph
