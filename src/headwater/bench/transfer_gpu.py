@@ -186,6 +186,7 @@ class _Rank:
             deadline_s=_DEADLINE_S,
             on_done=lambda name, count: self._ends.put((name, count)),
         )
+        self.saver.wait_prepared()
         self._number = 0
         self.chunks: list[ChunkRef] = []
 

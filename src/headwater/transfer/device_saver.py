@@ -147,6 +147,10 @@ class DeviceSaver:
         """Wait until so many chunks could be saved without dropping any. For callers with nothing better to do."""
         return self.ring.wait(min(num_chunks, self.ring.count), timeout_s)
 
+    def wait_prepared(self) -> None:
+        """Wait until the store's memory is there and registered; saves do not need to. For measurements."""
+        self._sender.wait_prepared()
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything that was taken is in the pool or given up."""
         return self._sender.drain(timeout_s)

@@ -84,6 +84,11 @@ class Sender:
                 if segment is None or self._segments.address(segment) is None:
                     return
 
+    def wait_prepared(self) -> None:
+        """Wait until all segments are there. For measurements."""
+        if self._preparer.is_alive():
+            self._preparer.join()
+
     # ---- from the thread that launches --------------------------------------------------------------------------
     def count(self, num_chunks: int) -> None:
         """So many chunks are taken: `drain` waits until each is settled."""
