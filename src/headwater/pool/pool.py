@@ -18,6 +18,7 @@ from headwater.locks import ForkSafeLock
 from headwater.pool.space import Space, tenant_tag
 from headwater.stores import open_store
 from headwater.stores.base import ChunkInfo, Progress, SpaceRef, Store, StoreStats, VerifyReport
+from headwater.stores.events import Follower
 from headwater.stores.url import DEFAULT_URL, format_size
 
 
@@ -94,6 +95,15 @@ class Pool:
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """Read and check everything. Damaged chunks are removed."""
         return self._store.verify(progress)
+
+    def follow(self, since: int | None = None) -> Follower:
+        """What happens to chunks from now on (`stored`, `removed`, `cleared`, each with its tier), by all writers of
+        this host. Call `poll` or `wait` on the result."""
+        return self._store.follow(since)
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until slower tiers have what the first one has now; False where they do not in time."""
+        return self._store.flush(timeout_s)
 
     def count(self, **amounts: int) -> None:
         """Add to this process's counters."""

@@ -136,12 +136,11 @@ class Space:
         run = self.run(keys.root, keys.full[: limit // self.chunk_tokens])
         chunks = keys.refs(run.length)
         room = limit - run.length * self.chunk_tokens
-        for length in sorted({length for length in run.tails if length <= room}, reverse=True):
-            if length < self.chunk_tokens:
-                tail = keys.tail_ref(run.length, length)
-                if self._store.exists(root, [tail])[0]:
-                    chunks.append(tail)
-                    break
+        lengths = sorted({length for length in run.tails if length <= min(room, self.chunk_tokens - 1)}, reverse=True)
+        tails = [keys.tail_ref(run.length, length) for length in lengths]
+        # All in one question: it may go to another host.
+        there = self._store.exists(root, tails, anywhere=True) if tails else []
+        chunks += [tail for tail, found in zip(tails, there, strict=True) if found][:1]
         match = Match(tuple(chunks))
         self._count(matches=1, asked_tokens=limit, matched_tokens=match.num_tokens)
         return match
@@ -154,7 +153,7 @@ class Space:
         return self._store.run(self._root_of(root), keys)
 
     def exists(self, chunks: Sequence[ChunkRef]) -> list[bool]:
-        """Whether each chunk can be found now."""
+        """Whether each chunk is there now, in the tier that chunks are written to."""
         return self._store.exists(self._any_root, chunks)
 
     def lease(self, match: Match, request_id: str) -> RequestLease:
@@ -223,14 +222,17 @@ class Space:
                 f"one array for {len(chunks)} chunks must be writeable uint8 of shape {(len(chunks), *shape)}, each "
                 f"tile contiguous, and the chunks of one size; got {out.dtype} of shape {out.shape}"
             )
-        statuses = self._store.read_shard(self._any_root, chunks, shard, out, deadline_s)
+        statuses = self._store.read_shard(
+            self._roots.get(chunks[0].root, self._any_root), chunks, shard, out, deadline_s
+        )
         self._tally("read", shape[0] * shape[1] * shape[2] * statuses.count(Status.OK), statuses)
         return statuses
 
     def read_pieces(self, pieces: Sequence[Piece], *, deadline_s: float | None = None) -> list[Status]:
         """Read any mixture of shards of any chunks of this space."""
         ready = [self._ready(piece) for piece in pieces]
-        statuses = self._store.read(self._any_root, ready, deadline_s)
+        root = self._roots.get(pieces[0].chunk.root, self._any_root) if pieces else self._any_root
+        statuses = self._store.read(root, ready, deadline_s)
         self._tally("read", _moved(ready, statuses), statuses)
         return statuses
 

@@ -6,15 +6,25 @@
 from __future__ import annotations
 
 from headwater.stores.base import Store
-from headwater.stores.url import StoreUrl, parse_url
+from headwater.stores.url import StoreUrl, parse_urls
 
 
 def open_store(url: str | StoreUrl, group: int | None = None, *, create: bool = True) -> Store:
-    """Open (or create) the store that `url` names. Raises UrlError, or a StoreError that says what is wrong.
+    """Open (or create) the store, or the tiers separated by commas, that `url` names.
+
+    Raises UrlError, or a StoreError that says what is wrong.
 
     `group` is the number that the processes of one server share; they fill the same extents together.
     """
-    parsed = parse_url(url) if isinstance(url, str) else url
+    urls = parse_urls(url) if isinstance(url, str) else (url,)
+    if len(urls) > 1:
+        from headwater.stores.tiers import open_tiers
+
+        return open_tiers(urls, group, create=create)
+    if urls[0].is_remote:
+        from headwater.stores.remote import open_remote
+
+        return open_remote(urls[0])
     from headwater.stores.embedded import open_embedded
 
-    return open_embedded(parsed, group, create=create)
+    return open_embedded(urls[0], group, create=create)
