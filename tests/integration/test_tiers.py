@@ -20,7 +20,7 @@ from headwater.pool.space import Space
 from headwater.stores.base import Status, TierStats
 from headwater.stores.events import EventKind
 
-from servers import redis_server
+from servers import mooncake_master, redis_server
 from support import empty_tiles, gqa, identity, local_tiles, specs, temporary_url, topologies, wait_until
 
 pytestmark = pytest.mark.slow
@@ -77,11 +77,28 @@ def pool_of(front: str, folder: object, rest: str) -> Iterator[Pool]:
         yield pool
 
 
-@pytest.mark.parametrize(("front", "examples"), [("memory", 25), ("shm", 15), ("file", 10)])
-def test_any_writer_any_reader_through_redis(
-    front: str, examples: int, redis_url: str, tmp_path_factory: pytest.TempPathFactory
+@pytest.fixture(scope="module")
+def mooncake_url() -> Iterator[str]:
+    with mooncake_master() as master:
+        yield f"mooncake://127.0.0.1:{master.port}"
+
+
+@pytest.mark.parametrize(
+    ("front", "remote", "examples"),
+    [
+        ("memory", "redis", 25),
+        ("shm", "redis", 15),
+        ("file", "redis", 10),
+        ("memory", "mooncake", 5),
+        ("shm", "mooncake", 10),
+    ],
+)
+def test_any_writer_any_reader_through_a_remote_tier(
+    front: str, remote: str, examples: int, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("pool")
+    place = request.getfixturevalue(f"{remote}_url")
+    own = "&segment=32MiB&buffer=16MiB" if remote == "mooncake" else ""
 
     @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
     @given(st.data())
@@ -92,7 +109,7 @@ def test_any_writer_any_reader_through_redis(
         tokens = data.draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=70))
         piece = data.draw(st.sampled_from([1, 200, 1 << 20]))
         prefix = f"p{os.urandom(6).hex()}"
-        with pool_of(front, folder, f"{redis_url}?piece={piece}&prefix={prefix}&lookup=5&deadline=10") as pool:
+        with pool_of(front, folder, f"{place}?piece={piece}&prefix={prefix}&lookup=5&deadline=10{own}") as pool:
             space = pool.space(identity(), spec, chunk_tokens=chunk_tokens)
             keys = space.keys(tokens)
             chunks = keys.chunks()
@@ -112,6 +129,7 @@ def test_any_writer_any_reader_through_redis(
             assert space.exists(chunks) == [True] * len(chunks)
             assert pool.verify().clean
             pool.clear()
+            assert space.match(keys).num_tokens == 0
 
     check()
 

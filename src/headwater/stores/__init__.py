@@ -24,7 +24,10 @@ def open_store(url: str | StoreUrl, group: int | None = None, *, create: bool = 
     if urls[0].is_remote:
         from headwater.stores.remote import open_remote
 
-        return open_remote(urls[0])
+        store = open_remote(urls[0])
+        if create:
+            store.contribute()
+        return store
     from headwater.stores.embedded import open_embedded
 
     return open_embedded(urls[0], group, create=create)

@@ -206,11 +206,12 @@ def _check_options(url: StoreUrl, shown: str) -> None:
 
 def _parse_remote(parts: SplitResult, path: str, options: MappingProxyType[str, str], shown: str) -> StoreUrl:
     try:
-        host, port = parts.hostname or "", parts.port or DEFAULT_PORTS[parts.scheme]
+        host = parts.hostname or ""
+        port = parts.port or (DEFAULT_PORTS[parts.scheme] if host else 0)
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
     except ValueError as error:
         raise UrlError(f"{shown!r}: {error}") from error
-    if not re.fullmatch(r"[A-Za-z0-9._:-]{1,255}", host):
+    if not re.fullmatch(r"[A-Za-z0-9._:-]{1,255}", host) and (host or parts.scheme != "mooncake"):
         raise UrlError(f"{shown!r}: expected {parts.scheme}://HOST:PORT")
     if parts.scheme == "mooncake":
         if path not in ("", "/") or user or password:

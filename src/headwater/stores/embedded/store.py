@@ -222,8 +222,13 @@ class EmbeddedStore:
 
     def say(self, kind: EventKind, tier: str, keys: Sequence[bytes]) -> None:
         """Note in the events what happened in another tier. Late or stuck is no matter."""
+
+        def work() -> None:
+            for key in keys:
+                self._core.journal.say(kind, tier, key)
+
         with self._open() as core, contextlib.suppress(DeadlineError, StoreDamagedError):
-            core.transact(lambda: [core.journal.say(kind, tier, key) for key in keys], self._deadline(None))
+            core.transact(work, self._deadline(None))
 
     def tails(self, key: bytes) -> tuple[int, ...]:
         """Lengths of the newest tails below a chunk or root."""

@@ -32,6 +32,10 @@ class RemoteAdmin:
     def clear(self, match: Callable[[dict[str, Any], dict[str, Any]], bool] | None, progress: Progress | None) -> int:
         """See `stores.base.Store.clear`."""
         deadline = time.monotonic() + _DEADLINE_S
+        if match is None:
+            removed = self._client.remove_prefix(f"{self._names.prefix}:m:", deadline)
+            self._client.remove_prefix(f"{self._names.prefix}:", deadline)
+            return removed
         chosen: dict[bytes, bool] = {}
         removed = 0
         for found in self._manifests(deadline):
@@ -40,9 +44,9 @@ class RemoteAdmin:
                 if manifest is None:
                     doomed.append(name)
                     continue
-                if match is not None and manifest.root not in chosen:
+                if manifest.root not in chosen:
                     chosen[manifest.root] = match(*self._description(manifest.root, deadline))
-                if match is None or chosen[manifest.root]:
+                if chosen[manifest.root]:
                     doomed += self._names.all_of(manifest)
                     removed += 1
             self._client.remove(doomed, deadline)

@@ -98,6 +98,12 @@ class ObjectClient(Protocol):
     def keep(self, names: Sequence[str], pinned: bool, deadline: float) -> None:
         """Note a use; `pinned` keeps the objects until they are unpinned, as far as the backend can."""
 
+    def remove_prefix(self, prefix: str, deadline: float) -> int:
+        """Forget all objects whose names begin like this; how many there were."""
+
+    def contribute(self) -> None:
+        """Give the backend the memory that this host was asked to give, if it takes any. Once is enough."""
+
     def scan(self, prefix: str, deadline: float) -> Iterator[str]:
         """Names that begin like this. For administrators: it may look at everything. Raises BackendError where the
         backend cannot list."""

@@ -136,12 +136,23 @@ class RedisClient:
         with self._connection(deadline) as connection:
             _ask(connection, commands, deadline)
 
+    def remove_prefix(self, prefix: str, deadline: float) -> int:
+        """See `base.ObjectClient`. Names that expire meanwhile are counted."""
+        names = list(dict.fromkeys(self.scan(prefix, deadline)))
+        self.remove(names, deadline)
+        return len(names)
+
+    def contribute(self) -> None:
+        """See `base.ObjectClient`: a server has memory of its own."""
+
     def scan(self, prefix: str, deadline: float) -> Iterator[str]:
         """See `base.ObjectClient`. Looks at every key of the server, some at a time."""
         cursor = b"0"
         while True:
             with self._connection(deadline) as connection:
-                connection.send(_command(("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", _SCAN_COUNT)), deadline)
+                command = Command()
+                command.add("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", _SCAN_COUNT)
+                connection.send(command.take(), deadline)
                 reply = connection.reply(deadline, limit=64 * _SCAN_COUNT, depth=2)
             if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
                 raise BackendError("the server's answer to SCAN makes no sense")
@@ -230,12 +241,6 @@ def _ask(
             kind = StorePermissionError if reply.code in ("NOAUTH", "WRONGPASS", "NOPERM") else BackendError
             raise kind(f"the server refused: {reply.code}")
     return replies
-
-
-def _command(words: tuple[str | bytes | int, ...]) -> list[object]:
-    command = Command()
-    command.add(*words)
-    return list(command.take())
 
 
 def _stored(reply: Reply) -> Status:

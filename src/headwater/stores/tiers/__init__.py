@@ -30,7 +30,8 @@ def open_tiers(urls: Sequence[StoreUrl], group: int | None = None, *, create: bo
                 opened.append(RemoteTier(url, open_remote(url)))
             else:
                 opened.append(LocalTier(url, open_embedded(url, group, create=create)))
-        return TieredStore(front, opened, _ownership(front.directory, rest))
+        # Who only looks at a pool that exists neither copies nor gives memory.
+        return TieredStore(front, opened, _ownership(front.directory, rest) if create else None)
     except BaseException:
         for tier in opened:
             tier.store.close()

@@ -127,6 +127,8 @@ class Copier:
         if self._owner:
             self._follower = Follower(self._ring, self._ring.head)
             self._behind = dict.fromkeys(range(len(self._tiers)), 0.0)
+            for tier in self._tiers:
+                tier.own()
         return self._owner
 
     def _collect(self) -> None:
@@ -274,6 +276,32 @@ class Copier:
             copier._early.clear()
             copier._backlog = None
             copier._wake = threading.Event()
+
+
+class NoCopier:
+    """For those who only look: nothing is copied."""
+
+    num_waiting = 0
+
+    def start(self) -> None:
+        """See `Copier`."""
+
+    def wake(self) -> None:
+        """See `Copier`."""
+
+    def look_again(self, number: int) -> None:
+        """See `Copier`."""
+
+    def copy_to(self, tier: LowerTier, keys: Sequence[bytes]) -> bool:
+        """See `Copier`."""
+        return True
+
+    def flush(self, timeout_s: float) -> bool:
+        """See `Copier`."""
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """See `Copier`."""
 
 
 os.register_at_fork(after_in_child=Copier._after_fork)

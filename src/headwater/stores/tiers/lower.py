@@ -42,14 +42,20 @@ class LowerTier(Protocol):
     """A tier that is not the first."""
 
     url: StoreUrl
-    store: Store
     mode: str
     """How it is filled: see `stores.url.WRITE_MODES`."""
     counts: Counts
 
     @property
+    def store(self) -> Store:
+        """What it is made of."""
+
+    @property
     def usable(self) -> bool:
         """False while its breaker is open."""
+
+    def own(self) -> None:
+        """This process has become the one that copies to it."""
 
     def run_from(self, root: RootRef, keys: list[bytes], start: int) -> Run:
         """How far the run goes that stands at `start`, and the tails where it ends."""
@@ -74,6 +80,9 @@ class LocalTier:
         self.counts = Counts()
 
     usable = True
+
+    def own(self) -> None:
+        """See `LowerTier`."""
 
     def run_from(self, root: RootRef, keys: list[bytes], start: int) -> Run:
         """See `LowerTier`."""
@@ -111,6 +120,10 @@ class RemoteTier:
     def usable(self) -> bool:
         """See `LowerTier`."""
         return self.store.breaker.closed
+
+    def own(self) -> None:
+        """See `LowerTier`."""
+        self.store.contribute()
 
     def run_from(self, root: RootRef, keys: list[bytes], start: int) -> Run:
         """See `LowerTier`. One question for the rest of the prompt."""

@@ -38,13 +38,14 @@ from headwater.stores.base import (
 from headwater.stores.embedded.layout import Record
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.events import EventKind, Follower
-from headwater.stores.tiers.copier import Copier
+from headwater.stores.tiers.copier import Copier, NoCopier
 from headwater.stores.tiers.lower import Counts, LowerTier
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
 
 log = logging.getLogger("headwater")
 
 _CLOSE_S = 5.0
+_CLEAR_PATIENCE_S = 5.0
 _DEADLINE_S = 5.0
 
 
@@ -59,13 +60,15 @@ class TieredStore:
 
     local_index = False
 
-    def __init__(self, front: EmbeddedStore, tiers: Sequence[LowerTier], ownership: Ownership | SoleOwnership) -> None:
+    def __init__(
+        self, front: EmbeddedStore, tiers: Sequence[LowerTier], ownership: Ownership | SoleOwnership | None
+    ) -> None:
         self._front = front
         self._tiers = tiers
         self._counts = Counts()
         self.mapped = front.mapped
         self.max_extent_bytes = min(front.max_extent_bytes, *(tier.store.max_extent_bytes for tier in tiers))
-        self._copier = Copier(front, tiers, ownership)
+        self._copier: Copier | NoCopier = NoCopier() if ownership is None else Copier(front, tiers, ownership)
         self._completed = _Completed()
         self._through = [(i, tier) for i, tier in enumerate(tiers) if tier.mode == "through"]
         if self._through:
@@ -178,7 +181,8 @@ class TieredStore:
             statuses = work()
             self._copier.wake()
             return statuses
-        self._completed.keys = keys = []
+        keys: list[bytes] = []
+        self._completed.keys = keys
         try:
             statuses = work()
         finally:
@@ -224,10 +228,16 @@ class TieredStore:
     def clear(
         self, match: Callable[[dict[str, Any], dict[str, Any]], bool] | None, progress: Progress | None = None
     ) -> int:
-        """See `stores.base.Store.clear`: every tier, the slowest first. The most that any of them removed."""
-        return max(
-            [tier.store.clear(match, progress) for tier in reversed(self._tiers)] + [self._front.clear(match, progress)]
-        )
+        """See `stores.base.Store.clear`: every tier. The most that any of them removed.
+
+        What the copier has in its hands meanwhile must not come back, and neither must what a reader brings up: so it
+        is first the first tier, then, when nothing is on its way down, the others, and then the first once more.
+        """
+        removed = [self._front.clear(match, progress)]
+        self._copier.flush(_CLEAR_PATIENCE_S)
+        removed += [tier.store.clear(match, progress) for tier in reversed(self._tiers)]
+        self._front.clear(match, None)
+        return max(removed)
 
     def scan(self) -> Iterator[ChunkInfo]:
         """See `stores.base.Store.scan`: each chunk once, as the fastest tier has it."""
@@ -244,24 +254,30 @@ class TieredStore:
     def stats(self) -> StoreStats:
         """The first tier's figures, and a line for each tier."""
         counts, front = self._counts.now(), self._front.stats()
-        names = ("hits", "hit_bytes", "misses")
         first = TierStats(
             front.url,
             "first",
+            hits=counts["hits"],
+            hit_bytes=counts["hit_bytes"],
+            misses=counts["misses"],
             stored=front.stored,
             stored_bytes=front.stored_bytes,
             damaged=front.damaged,
-            **{name: counts[name] for name in names},
         )
         return replace(front, tiers=(first, *(tier.stats(self._copier.num_waiting) for tier in self._tiers)))
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """See `stores.base.Store.verify`: every tier; figures are sums over them."""
-        reports = [self._front.verify(progress), *(tier.store.verify(progress) for tier in self._tiers)]
-        sums = [
-            sum(getattr(report, name) for report in reports) for name in ("chunks", "tiles", "bytes", "damaged", "lost")
-        ]
-        return VerifyReport(*sums, problems=tuple(problem for report in reports for problem in report.problems))
+        """See `stores.base.Store.verify`: every tier that can be listed; figures are sums over them."""
+        reports = [self._front.verify(progress)]
+        for tier in self._tiers:
+            try:
+                reports.append(tier.store.verify(progress))
+            except (BackendError, DeadlineError) as error:
+                log.warning("%s is not checked: %s", tier.url, error)
+        names = ("chunks", "tiles", "bytes", "damaged", "lost")
+        chunks, tiles, size, damaged, lost = (sum(getattr(report, name) for report in reports) for name in names)
+        problems = tuple(problem for report in reports for problem in report.problems)
+        return VerifyReport(chunks, tiles, size, damaged, lost, problems)
 
     def follow(self, since: int | None = None) -> Follower:
         """The events of the first tier, with those that concern its remote tiers, from all writers of this host."""
