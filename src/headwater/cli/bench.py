@@ -26,7 +26,7 @@ def bench_store(
     tiles_gib: Annotated[float, typer.Option(help="GiB of tiles to move.", min=0.01, max=1024)] = 1.0,
     chunks: Annotated[int, typer.Option(help="Chunks in the pool that is searched.", min=1)] = 1_000_000,
     pairs: Annotated[int, typer.Option(help="Alternating pairs of pool and ceiling.", min=1)] = 9,
-    redis: Annotated[bool, typer.Option("--redis/--no-redis", help="Compare with a Redis server.")] = True,
+    redis: Annotated[bool, typer.Option("--redis/--no-redis", help="Compare with Redis and Mooncake servers.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
 ) -> None:
     """Read and write tiles against the memory's own speed, and look prompts up among a million chunks."""
@@ -34,7 +34,7 @@ def bench_store(
     from headwater.cli.output import print_json
 
     full = store.StoreBench(tiles_bytes=int(tiles_gib * 2**30), num_chunks=chunks, pairs=pairs)
-    report = store.run(replace(store.QUICK if quick else full, url=url, redis=redis), _note)
+    report = store.run(replace(store.QUICK if quick else full, url=url, redis=redis, remote=redis), _note)
     if as_json:
         print_json(_rounded(report))
     else:

@@ -28,6 +28,13 @@ class Span(NamedTuple):
     """Whether the range is all of the object."""
 
 
+class Landed(NamedTuple):
+    """Some targets of a span have got their bytes, or (with none) the object is not there."""
+
+    span: int
+    targets: range
+
+
 class NewObject(NamedTuple):
     """An object to be stored: its value is these contiguous parts, one after another."""
 
@@ -81,10 +88,9 @@ class ObjectClient(Protocol):
     def fetch(self, names: Sequence[str], limit: int, deadline: float) -> list[bytes | None]:
         """Small objects, whole. Longer than `limit` is None."""
 
-    def read(self, spans: Sequence[Span], statuses: list[Status], deadline: float) -> Iterator[range]:
-        """Bring ranges to their targets. Yields which spans have landed, with their statuses set (OK or MISS), so
-        that they can be verified while the next ones arrive. Nothing is written to a target after the generator has
-        ended, however it ended."""
+    def read(self, spans: Sequence[Span], deadline: float) -> Iterator[Landed]:
+        """Bring ranges to their targets, and say which have landed, so that they can be verified while they are in the
+        cache and others arrive. Nothing is written to a target after the generator has ended, however it ended."""
 
     def write(self, objects: Sequence[NewObject], deadline: float) -> list[Status]:
         """Store objects: OK, or FULL where there is no room. What fails may be left behind."""

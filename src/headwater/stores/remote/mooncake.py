@@ -25,7 +25,7 @@ import numpy as np
 from headwater.errors import BackendError, DeadlineError, StoreError
 from headwater.locks import ForkSafeLock
 from headwater.stores.base import Status
-from headwater.stores.remote.base import MAX_TAILS, Bytes, NewManifest, NewObject, Span, Survey, Usage
+from headwater.stores.remote.base import MAX_TAILS, Bytes, Landed, NewManifest, NewObject, Span, Survey, Usage
 from headwater.stores.remote.mooncake_config import MooncakeConfig, own_address
 from headwater.stores.remote.staging import Blocks
 from headwater.stores.url import StoreUrl
@@ -35,6 +35,7 @@ log = logging.getLogger("headwater")
 
 _BLOCK_BYTES = 16 << 20
 _BLOCKS = 8
+_UNDER_WAY = 2
 _THREADS = 6
 _KNOCK_S = 0.5
 _REGISTER_ABOVE = 1 << 20
@@ -134,17 +135,17 @@ class MooncakeClient:
         return tuple(n for n in _TAILS.unpack(raw) if n) if raw is not None and len(raw) == _TAILS.size else ()
 
     # ---- reading ------------------------------------------------------------------------------------------------
-    def read(self, spans: Sequence[Span], statuses: list[Status], deadline: float) -> Iterator[range]:
-        """See `base.ObjectClient`. Two batches are under way at a time: one arrives, one is copied and verified."""
+    def read(self, spans: Sequence[Span], deadline: float) -> Iterator[Landed]:
+        """See `base.ObjectClient`. While some batches arrive, one is copied and verified."""
         store = self._ready(deadline)
         coming: deque[_Delivery] = deque()
         try:
             for batch in _batches(spans, self._blocks.block_bytes):
                 coming.append(self._begin(store, spans, batch))
-                if len(coming) > 1:
-                    yield from self._land(coming, statuses, deadline)
+                if len(coming) > _UNDER_WAY:
+                    yield from self._land(coming, deadline)
             while coming:
-                yield from self._land(coming, statuses, deadline)
+                yield from self._land(coming, deadline)
         finally:
             for delivery in coming:
                 delivery.abandon()
@@ -160,8 +161,8 @@ class MooncakeClient:
             raise BackendError("every thread waits for a call that does not end")
         return delivery
 
-    def _land(self, coming: deque[_Delivery], statuses: list[Status], deadline: float) -> Iterator[range]:
-        """Copy a delivery to its targets, span by span: what was copied is still in the cache when it is verified."""
+    def _land(self, coming: deque[_Delivery], deadline: float) -> Iterator[Landed]:
+        """Copy a delivery to its targets one by one: what was copied is still in the cache when it is verified."""
         delivery = coming[0]
         assert delivery.job is not None
         outcome = self._workers.wait(delivery.job, deadline)
@@ -171,11 +172,13 @@ class MooncakeClient:
             raise DeadlineError("Mooncake does not deliver in time")
         numbers, places = delivery.batch
         for i, at, code, span in zip(numbers, places, self._codes(outcome, len(numbers)), delivery.spans, strict=True):
-            statuses[i] = Status.OK if code == span.length else Status.MISS
-            for target in span.targets if code == span.length else ():
+            if code != span.length:
+                yield Landed(i, range(0))
+                continue
+            for number, target in enumerate(span.targets):
                 np.copyto(target, delivery.block[at : at + target.size])
                 at += target.size
-            yield range(i, i + 1)
+                yield Landed(i, range(number, number + 1))
         coming.popleft().abandon()
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -194,6 +197,8 @@ class MooncakeClient:
 
         def put(store: Any, _held: Sequence[NewObject] = objects) -> Any:
             # Held until the call has ended, however late: the library reads from their memory.
+            if all(len(parts) == 1 for parts in places):
+                return store.batch_put_from(names, [p[0] for p in places], [s[0] for s in sizes], self._replication)
             return store.batch_put_from_multi_buffers(names, places, sizes, self._replication)
 
         return [_stored(code) for code in self._codes(self._call(put, deadline), len(objects))]

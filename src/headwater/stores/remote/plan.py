@@ -21,9 +21,9 @@ class Proof(NamedTuple):
     tiles: list[Bytes]
     sums: list[int]
 
-    def holds(self) -> bool:
-        """Whether every tile is what was written."""
-        return all(checksum(tile) == expected for tile, expected in zip(self.tiles, self.sums, strict=True))
+    def holds(self, targets: range) -> bool:
+        """Whether these tiles are what was written."""
+        return all(checksum(self.tiles[i]) == self.sums[i] for i in targets)
 
 
 class Plan:
@@ -37,7 +37,7 @@ class Plan:
         self._scratch: dict[int, Tiles] = {}
 
     def add(self, number: int, piece: Piece, manifest: Manifest) -> None:
-        """Plan one piece. Neighbouring tiles of one object become one range where the caller's memory allows it."""
+        """Plan one piece. Neighbouring tiles of one object are one range."""
         shard, target = piece.shard, piece.tiles
         if shard.split.parts > 1:
             shape = (len(shard.layers), len(shard.heads), manifest.tile_bytes)
@@ -52,18 +52,17 @@ class Plan:
             held, inside = divmod(layer, step)
             tiles = [target[i, j] for j in range(len(shard.heads))]
             expected = sums[layer, shard.heads.start : shard.heads.stop].tolist()
-            rows = [target[i].reshape(-1)] if target[i].flags.c_contiguous else tiles
             if all_heads and at == (held, layer):
                 last, proof = self.spans[-1], self.proofs[-1]
                 length = last.length + len(tiles) * size
                 whole = length == len(manifest.pieces[held]) * width * size
-                self.spans[-1] = last._replace(length=length, targets=[*last.targets, *rows], is_whole=whole)
-                proof.tiles.extend(tiles)
+                self.spans[-1] = last._replace(length=length, is_whole=whole)
+                proof.tiles.extend(tiles)  # the span's targets, too
                 proof.sums.extend(expected)
             else:
                 offset, length = (inside * width + shard.heads.start) * size, len(tiles) * size
                 whole = not offset and length == len(manifest.pieces[held]) * width * size
-                self.spans.append(Span(self._names.piece(manifest, held), offset, length, rows, whole))
+                self.spans.append(Span(self._names.piece(manifest, held), offset, length, tiles, whole))
                 self.proofs.append(Proof(number, tiles, expected))
             at = (held, layer + 1) if (layer + 1) % step else None
 

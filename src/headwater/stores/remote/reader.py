@@ -115,14 +115,12 @@ class RemoteReader:
             if manifest is not None and manifest.fits(pieces[i].chunk, spec):
                 outcome[i] = Status.OK
                 plan.add(i, pieces[i], manifest)
-        landed = [Status.MISS] * len(plan.spans)
-        for arrived in self._client.read(plan.spans, landed, deadline) if plan.spans else ():
-            for number in arrived:
-                proof = plan.proofs[number]
-                if landed[number] != Status.OK:
-                    outcome[proof.piece] = max(outcome[proof.piece], Status.MISS)
-                elif not proof.holds():
-                    outcome[proof.piece] = Status.DAMAGED
+        for number, targets in self._client.read(plan.spans, deadline) if plan.spans else ():
+            proof = plan.proofs[number]
+            if not targets:
+                outcome[proof.piece] = max(outcome[proof.piece], Status.MISS)
+            elif not proof.holds(targets):
+                outcome[proof.piece] = Status.DAMAGED
         for i, status in outcome.items():
             statuses[i] = status
             if status == Status.OK:

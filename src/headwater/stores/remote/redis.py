@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from headwater.errors import BackendError, StorePermissionError, UrlError
 from headwater.locks import ForkSafeLock
 from headwater.stores.base import Status
-from headwater.stores.remote.base import MAX_TAILS, NewManifest, NewObject, Span, Survey, Usage
+from headwater.stores.remote.base import MAX_TAILS, Landed, NewManifest, NewObject, Span, Survey, Usage
 from headwater.stores.remote.resp import Command, Connection, Refusal, Reply
 from headwater.stores.url import StoreUrl
 
@@ -65,7 +65,7 @@ class RedisClient:
         return [reply if isinstance(reply, bytes) else None for reply in replies]
 
     # ---- moving bytes -------------------------------------------------------------------------------------------
-    def read(self, spans: Sequence[Span], statuses: list[Status], deadline: float) -> Iterator[range]:
+    def read(self, spans: Sequence[Span], deadline: float) -> Iterator[Landed]:
         """See `base.ObjectClient`. The next ranges are asked for before the last ones are here."""
         with self._connection(deadline) as connection:
             asked = on_their_way = 0
@@ -83,8 +83,7 @@ class RedisClient:
                     connection.send(command.take(), deadline)
                 here = connection.bulk_into(span.targets, span.length, deadline)
                 on_their_way -= span.length
-                statuses[i] = Status.OK if here else Status.MISS
-                yield range(i, i + 1)
+                yield Landed(i, range(len(span.targets) if here else 0))
 
     def write(self, objects: Sequence[NewObject], deadline: float) -> list[Status]:
         """See `base.ObjectClient`."""

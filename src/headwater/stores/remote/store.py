@@ -35,7 +35,6 @@ from headwater.stores.remote.base import ObjectClient, Usage
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import Names
 from headwater.stores.remote.memory import Memory
-from headwater.stores.remote.plan import tile_sums
 from headwater.stores.remote.reader import RemoteReader
 from headwater.stores.remote.writer import RemoteWriter, WholeChunk
 from headwater.stores.url import StoreUrl
@@ -107,11 +106,11 @@ class RemoteStore:
                 f"{self.url} takes complete chunks only; put a local tier before it, as in shm:///headwater,{self.url}"
             )
         deadline = self._deadline(deadline_s)
-        chunks = [WholeChunk(root, piece.chunk, piece.tiles, tile_sums(piece.tiles)) for piece in pieces]
+        chunks = [WholeChunk(root, piece.chunk, piece.tiles, None) for piece in pieces]
         return self.store(chunks, deadline)
 
     def store(self, chunks: Sequence[WholeChunk], deadline: float) -> list[Status]:
-        """Store complete chunks whose checksums are known. Parents need not be there."""
+        """Store complete chunks. Parents need not be there."""
         return self._writer.store(chunks, deadline)
 
     def contribute(self) -> None:

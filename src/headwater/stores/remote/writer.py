@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,16 +18,36 @@ from headwater.stores.remote.base import NewManifest, NewObject, ObjectClient
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import GENERATION_BYTES, Manifest, Names
 from headwater.stores.remote.memory import Memory
-from headwater.stores.remote.plan import layers_per_piece
+from headwater.stores.remote.plan import layers_per_piece, tile_sums
 
 
 class WholeChunk(NamedTuple):
-    """A complete chunk to be stored: its tiles as (layers, heads, tile bytes), and their checksums."""
+    """A complete chunk to be stored: its tiles as (layers, heads, tile bytes), and their checksums, if known."""
 
     root: RootRef
     chunk: ChunkRef
     tiles: Tiles
-    sums: npt.NDArray[np.uint64]
+    sums: npt.NDArray[np.uint64] | None
+
+
+class _Hashing:
+    """Fills in checksums that nobody knows yet, in a thread, until the end of the `with`."""
+
+    def __init__(self, items: Sequence[tuple[Manifest, WholeChunk]]) -> None:
+        self._items = [item for item in items if item[1].sums is None]
+        self._thread = threading.Thread(target=self._run, name="headwater-hashing", daemon=True)
+
+    def _run(self) -> None:
+        for manifest, item in self._items:
+            manifest.sums[:] = tile_sums(item.tiles)
+
+    def __enter__(self) -> None:
+        if self._items:
+            self._thread.start()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._items:
+            self._thread.join()
 
 
 class RemoteWriter:
@@ -58,7 +79,8 @@ class RemoteWriter:
             return statuses
         manifests = {i: self._manifest(chunks[i]) for i in new}
         groups = [self._objects(chunks[i], manifests[i]) for i in new]
-        outcome = iter(self._client.write([item for group in groups for item in group], deadline))
+        with _Hashing([(manifests[i], chunks[i]) for i in new]):  # while the bytes are on their way
+            outcome = iter(self._client.write([item for group in groups for item in group], deadline))
         for i, group in zip(new, groups, strict=True):
             statuses[i] = max([next(outcome) for _ in group])
         good = [i for i in new if statuses[i] == Status.OK]
@@ -83,7 +105,8 @@ class RemoteWriter:
         spec, chunk_tokens = item.root.space.spec, item.root.space.chunk_tokens
         step = layers_per_piece(spec, chunk_tokens, self._piece_bytes)
         generation = os.urandom(GENERATION_BYTES)
-        return Manifest.of(item.chunk, spec, chunk_tokens, step, generation, time.time_ns(), item.sums.reshape(-1))
+        sums = np.zeros(spec.num_tiles, np.uint64) if item.sums is None else item.sums.reshape(-1)
+        return Manifest.of(item.chunk, spec, chunk_tokens, step, generation, time.time_ns(), sums)
 
     def _objects(self, item: WholeChunk, manifest: Manifest) -> list[NewObject]:
         objects = []

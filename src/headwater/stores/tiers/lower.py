@@ -12,7 +12,6 @@ from headwater.locks import ForkSafeLock
 from headwater.stores.base import Piece, RootRef, Run, Status, Store, TierStats
 from headwater.stores.embedded.export import Exported
 from headwater.stores.embedded.store import EmbeddedStore
-from headwater.stores.remote.plan import tile_sums
 from headwater.stores.remote.store import RemoteStore
 from headwater.stores.remote.writer import WholeChunk
 from headwater.stores.url import StoreUrl
@@ -137,10 +136,7 @@ class RemoteTier:
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:
         """See `LowerTier`."""
-        whole = [
-            WholeChunk(item.root, item.chunk, item.tiles, tile_sums(item.tiles) if item.sums is None else item.sums)
-            for item in chunks
-        ]
+        whole = [WholeChunk(item.root, item.chunk, item.tiles, item.sums) for item in chunks]
         statuses = self.store.store(whole, time.monotonic() + _PUT_DEADLINE_S)
         _tally(self.counts, chunks, statuses)
         return statuses
