@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard
 from headwater.locks import ForkSafeLock
 from headwater.pool.buffers import Buffer, as_tiles
+from headwater.pool.tenants import tenant_salt, tenant_tag
 from headwater.stores.base import (
     Filled,
     Lease,
@@ -36,11 +36,6 @@ from headwater.stores.base import (
 )
 
 _MAX_ROOTS = 65536
-
-
-def tenant_tag(tenant: bytes) -> str:
-    """How a tenant is named in listings: enough to tell tenants apart, useless for finding their chunks."""
-    return hashlib.sha256(b"headwater tenant\0" + tenant).hexdigest()[:16] if tenant else ""
 
 
 @dataclass(frozen=True)
@@ -80,8 +75,16 @@ class RequestLease:
 class Space:
     """A pool opened for one identity and spec. Thread-safe. Made by `Pool.space`."""
 
-    def __init__(self, store: Store, ref: SpaceRef, identity: Identity, count: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ref: SpaceRef,
+        identity: Identity,
+        count: Callable[..., None],
+        tenant_secret: bytes | None = None,
+    ) -> None:
         self._store = store
+        self._tenant_secret = tenant_secret
         self.ref = ref
         self.identity = identity
         self._count = count
@@ -105,7 +108,8 @@ class Space:
     def root(self, *, tenant: bytes = b"", adapter: bytes = b"") -> RootRef:
         """Where the chains of a tenant and adapter begin. A process that writes chunks whose keys were computed
         elsewhere calls this first."""
-        key = root_key(self.identity.digest, self.spec.digest, self.chunk_tokens, tenant, adapter)
+        salt = tenant_salt(self._tenant_secret, tenant)
+        key = root_key(self.identity.digest, self.spec.digest, self.chunk_tokens, salt, adapter)
         with self._lock:
             root = self._roots.get(key)
             if root is None:

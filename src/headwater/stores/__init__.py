@@ -1,22 +1,30 @@
-"""Where bytes live: the store protocol and its implementations, chosen by URL.
+"""Where bytes live: the store protocol and its implementations, chosen by URL or by a configured name.
 
 `open_store` is the factory; implementations are imported only when their URL asks for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headwater.stores.base import Store
-from headwater.stores.url import StoreUrl, parse_urls
+from headwater.stores.config import find_pool
+from headwater.stores.url import StoreUrl
 
 
 def open_store(url: str | StoreUrl, group: int | None = None, *, create: bool = True) -> Store:
-    """Open (or create) the store, or the tiers separated by commas, that `url` names.
+    """Open (or create) the store, or the tiers separated by commas, that `url` names; or a pool of the configuration.
 
-    Raises UrlError, or a StoreError that says what is wrong.
+    Raises UrlError, ConfigError, or a StoreError that says what is wrong.
 
     `group` is the number that the processes of one server share; they fill the same extents together.
     """
-    urls = parse_urls(url) if isinstance(url, str) else (url,)
+    urls = find_pool(url).urls if isinstance(url, str) else (url,)
+    return open_urls(urls, group, create=create)
+
+
+def open_urls(urls: Sequence[StoreUrl], group: int | None = None, *, create: bool = True) -> Store:
+    """The same for URLs that were parsed before."""
     if len(urls) > 1:
         from headwater.stores.tiers import open_tiers
 
