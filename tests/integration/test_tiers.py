@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headwater.errors import InvalidArgumentError
+from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Pool, open_pool
 from headwater.pool.space import Space
-from headwater.stores.base import Status, TierStats
+from headwater.stores.base import Piece, Status, TierStats
 from headwater.stores.events import EventKind
 
 from servers import mooncake_master, redis_server
@@ -152,6 +153,34 @@ def test_what_is_read_below_is_in_the_first_tier_afterwards_and_hits_are_counted
         assert [tier.promoted for tier in tiers_of(pool)] == [0, 12, 3]
         assert read(space, range(1000, 1020)) == [Status.MISS] * 3
         pool.clear()
+
+
+def test_damage_in_the_first_tier_is_not_made_right_by_copying_it(redis_url: str, tmp_path: Path) -> None:
+    """A copy that is hashed anew would carry a valid checksum over wrong bytes."""
+    with pool_of("shm", tmp_path, f"file://{tmp_path}/below?capacity=4MiB,{redis_url}?prefix=dama&lookup=5") as pool:
+        store = pool._store
+        space = open_space(pool)
+        front = store._front  # type: ignore[attr-defined]
+        usable = [tier.missing for tier in store._tiers]  # type: ignore[attr-defined]
+        for tier in store._tiers:  # type: ignore[attr-defined]
+            tier.missing = lambda keys: None  # nobody copies yet
+        write(space, range(8))
+        (chunk,) = space.keys(range(8)).chunks()
+        item = front.export(chunk.key)
+        item.tiles[1, 1, 5] ^= 4
+        item.release()
+        for tier, missing in zip(store._tiers, usable, strict=True):  # type: ignore[attr-defined]
+            tier.missing = missing
+        pool.flush(20)
+        buffer = empty_tiles(SPEC, chunk, WHOLE)
+        for tier in store._tiers:  # type: ignore[attr-defined]
+            assert tier.store.read(space.root(), space_pieces(chunk, buffer)) != [Status.OK]
+        assert space.read([chunk], WHOLE, [buffer])[0] in (Status.DAMAGED, Status.MISS)
+        pool.clear()
+
+
+def space_pieces(chunk: ChunkRef, buffer: np.ndarray) -> list[Piece]:
+    return [Piece(chunk, WHOLE, buffer)]
 
 
 def test_a_prompt_is_one_question(redis_url: str, tmp_path: Path) -> None:

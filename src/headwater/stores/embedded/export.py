@@ -85,8 +85,10 @@ class Exporter:
         root = self._roots[entry.record.id] = RootRef(ref, entry.record.key, payload)
         return root
 
-    def export(self, key: bytes, deadline: float) -> Exported | None:
-        """Open one chunk for copying: in place under a lease where it is mapped, else read and verified."""
+    def export(self, key: bytes, deadline: float, *, in_place: bool) -> Exported | None:
+        """Open one chunk for copying: where it lies, under a lease, if it is mapped and that is wanted; else as a copy
+        that was verified. Only who carries the checksums along may copy in place: whoever makes new ones would make
+        damage look right."""
         names = self.locate(key)
         if names is None:
             return None
@@ -98,7 +100,7 @@ class Exporter:
             if lease is not None:
                 lease.release()
             return None
-        if found.addressable:
+        if found.addressable and in_place:
             tiles = extent_tiles(self._core, spec, found.entry)
             return Exported(root, chunk, tiles, np.array(found.sums, np.uint64), lease)
         tiles = np.empty(shard.local_shape(spec, chunk.first_token, chunk.num_tokens), np.uint8)

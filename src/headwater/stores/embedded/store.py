@@ -241,10 +241,11 @@ class EmbeddedStore:
         with self._open():
             return self._exporter.locate(key)
 
-    def export(self, key: bytes, deadline_s: float | None = None) -> Exported | None:
-        """Open one complete chunk for copying elsewhere; None where it is gone. Release it afterwards."""
+    def export(self, key: bytes, deadline_s: float | None = None, *, in_place: bool = True) -> Exported | None:
+        """Open one complete chunk for copying elsewhere; None where it is gone. Release it afterwards. In place, its
+        bytes are not verified: only who stores the checksums with them may ask for that."""
         with self._open():
-            return self._exporter.export(key, self._deadline(deadline_s))
+            return self._exporter.export(key, self._deadline(deadline_s), in_place=in_place)
 
     def close(self) -> None:
         release, self._release = self._release, None

@@ -225,13 +225,16 @@ class Copier:
         while at < len(keys) and not self._stop:
             batch, size = list[Exported](), 0
             while at < len(keys) and size < _BATCH_BYTES:
-                item = self._front.export(keys[at], _EXPORT_DEADLINE_S)
+                item = self._export(tier, keys[at])
                 at += 1
                 if item is not None:
                     batch.append(item)
                     size += item.tiles.nbytes
             done &= self._put(tier, batch)
         return done
+
+    def _export(self, tier: LowerTier, key: bytes) -> Exported | None:
+        return self._front.export(key, _EXPORT_DEADLINE_S, in_place=tier.keeps_sums)
 
     def _put(self, tier: LowerTier, batch: Sequence[Exported]) -> bool:
         if not batch:
@@ -256,7 +259,7 @@ class Copier:
         """Copy a chunk after those before it, which the tier lacks: it may have evicted them."""
         chain, key = list[Exported](), item.chunk.parent
         try:
-            while (above := self._front.export(key, _EXPORT_DEADLINE_S)) is not None:
+            while (above := self._export(tier, key)) is not None:
                 chain.append(above)
                 if not tier.missing([above.chunk.parent]):
                     break

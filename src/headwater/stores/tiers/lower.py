@@ -44,6 +44,8 @@ class LowerTier(Protocol):
     mode: str
     """How it is filled: see `stores.url.WRITE_MODES`."""
     counts: Counts
+    keeps_sums: bool
+    """Whether it stores the checksums that it is given, and makes none of its own."""
 
     @property
     def store(self) -> Store:
@@ -72,6 +74,8 @@ class LowerTier(Protocol):
 class LocalTier:
     """An embedded store below another one: files below shared memory."""
 
+    keeps_sums = False
+
     def __init__(self, url: StoreUrl, store: EmbeddedStore) -> None:
         self.url = url
         self.store = store
@@ -93,7 +97,7 @@ class LocalTier:
         return [key for key in keys if self.store.locate(key) is None]
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:
-        """See `LowerTier`. They are hashed anew on the way: a store of this host believes nobody's checksums."""
+        """See `LowerTier`. They are hashed anew on the way."""
         statuses = []
         for item in chunks:
             piece = Piece(item.chunk, whole_shard(item.root.space.spec), item.tiles)
@@ -108,6 +112,8 @@ class LocalTier:
 
 class RemoteTier:
     """A store of many hosts below those of this one."""
+
+    keeps_sums = True
 
     def __init__(self, url: StoreUrl, store: RemoteStore) -> None:
         self.url = url
