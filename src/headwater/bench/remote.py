@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import secrets
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from headwater.bench.measure import Note, Timed, gbps, stopwatch, take_turns
+from headwater.bench.servers import free_port, serving
 from headwater.bench.tiles import BATCH_CHUNKS, CHUNK_TOKENS, DEADLINE_S, IDENTITY, SPEC, WHOLE, Caller
 from headwater.errors import StoreError
 from headwater.kv.hashing import ChunkRef
@@ -35,7 +33,6 @@ from headwater.stores.remote import open_remote
 from headwater.stores.tiers.lower import RemoteTier
 from headwater.stores.url import parse_url
 
-_START_S = 20.0
 _OBJECT_BYTES = SPEC.num_kv_heads * SPEC.tile_bytes(CHUNK_TOKENS)
 
 
@@ -162,11 +159,11 @@ def _bench_redis(caller: Caller, pairs: int) -> dict[str, Any]:
     binary = shutil.which("redis-server") or shutil.which("valkey-server")
     if binary is None:
         return _absent("no redis-server on the PATH")
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as directory:
         settings = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", directory]
         with (
-            _serving([binary, *settings], port),
+            serving([binary, *settings], port),
             redis.Redis(port=port) as client,
             _our_side(caller, f"redis://127.0.0.1:{port}") as ours,
         ):
@@ -205,14 +202,14 @@ def _bench_mooncake(caller: Caller, pairs: int) -> dict[str, Any]:
     binary = Path(sys.executable).with_name("mooncake_master")
     if not binary.exists():
         return _absent("no mooncake_master beside the interpreter")
-    port, metrics = _free_port(), _free_port()
+    port, metrics = free_port(), free_port()
     settings = [
         f"--rpc_port={port}",
         "--rpc_address=127.0.0.1",
         f"--metrics_port={metrics}",
         "--metrics_host=127.0.0.1",
     ]
-    with _serving([str(binary), *settings], port):
+    with serving([str(binary), *settings], port):
         bare = library.MooncakeDistributedStore()
         # Each gives memory of its own and prefers it, with room for what eviction wants to keep free.
         size = 2 * caller.num_bytes + (64 << 20)
@@ -247,34 +244,3 @@ def _mooncake_read(client: Any, batches: Sequence[Any]) -> None:
         codes = client.batch_get_into(names, [t.ctypes.data for t in targets], [t.nbytes for t in targets])
         if any(code != _OBJECT_BYTES for code in codes):
             raise StoreError(f"Mooncake lost an object in the middle of the benchmark: {set(codes)}")
-
-
-# ---- servers ----------------------------------------------------------------------------------------------------
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-@contextlib.contextmanager
-def _serving(command: Sequence[str], port: int) -> Iterator[None]:
-    env = os.environ | {"GLOG_minloglevel": "2"}
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
-    try:
-        deadline = time.monotonic() + _START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError as error:
-                if server.poll() is not None or time.monotonic() >= deadline:
-                    raise StoreError(f"{command[0]} did not start") from error
-                time.sleep(0.01)
-        yield
-    finally:
-        server.terminate()
-        try:
-            server.wait(_START_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()

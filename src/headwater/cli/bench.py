@@ -126,6 +126,32 @@ def bench_ttft(
         _print_ttft(report)
 
 
+@bench_app.command("fleet")
+def bench_fleet(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    clients: Annotated[int, typer.Option(help="Concurrent clients.", min=1)] = 32,
+    processes: Annotated[int, typer.Option(help="Processes that they are in.", min=1)] = 4,
+    seconds: Annotated[float, typer.Option(help="How long they work.", min=0.1)] = 30.0,
+    flips: Annotated[int, typer.Option(help="Bits to flip in stored chunks.", min=0)] = 1200,
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke test of seconds.")] = False,
+) -> None:
+    """Many clients on shared memory, files and Redis for a while; every byte is compared, and bits are flipped."""
+    from headwater.bench import fleet as bench
+    from headwater.cli.output import console, print_json, table
+
+    full = bench.FleetBench(clients=clients, processes=processes, seconds=seconds, flips=flips)
+    report = bench.run(bench.QUICK if quick else full, _note)
+    if as_json:
+        print_json(_rounded(report))
+    else:
+        figures = table("fleet", ">")
+        for name, value in report.items():
+            if isinstance(value, (int, float)):
+                figures.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else f"{value:,}")
+        console().print(figures)
+    raise typer.Exit(1 if report["wrong_bytes"] else 0)
+
+
 def _note(text: str) -> None:
     typer.echo(f"… {text}", err=True)
 

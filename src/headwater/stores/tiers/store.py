@@ -30,6 +30,7 @@ from headwater.stores.base import (
     Run,
     SpaceRef,
     Status,
+    Store,
     StoreStats,
     TierStats,
     Tiles,
@@ -278,6 +279,10 @@ class TieredStore:
         chunks, tiles, size, damaged, lost = (sum(getattr(report, name) for report in reports) for name in names)
         problems = tuple(problem for report in reports for problem in report.problems)
         return VerifyReport(chunks, tiles, size, damaged, lost, problems)
+
+    def by_name(self) -> dict[str, Store]:
+        """The stores of all tiers by their scheme, fastest first."""
+        return {self._front.journal.tier: self._front, **{tier.url.scheme: tier.store for tier in self._tiers}}
 
     def follow(self, since: int | None = None) -> Follower:
         """The events of the first tier, with those that concern its remote tiers, from all writers of this host."""
