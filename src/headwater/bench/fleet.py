@@ -43,9 +43,9 @@ class FleetBench:
     processes: int = 4
     seconds: float = 30.0
     flips: int = 1200
-    prompts: int = 400
-    shm_bytes: int = 24 << 20
-    file_bytes: int = 96 << 20
+    prompts: int = 800
+    shm_bytes: int = 32 << 20
+    file_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         if min(self.clients, self.processes, self.prompts) < 1 or self.seconds <= 0 or self.clients < self.processes:
@@ -82,16 +82,11 @@ def _run(bench: FleetBench, url: str, note: Note) -> dict[str, Any]:
             start = time.monotonic()
             for process in processes:
                 process.go()
-            names, done = list(flipper.injected), 0
-            while time.monotonic() < start + bench.seconds or (done < bench.flips and any(p.alive for p in processes)):
-                if done < bench.flips:
-                    flipper.flip(names[done % len(names)])
-                    done += 1
+            while time.monotonic() < start + bench.seconds or (flipper.flipped < bench.flips and flipper.progresses):
+                if flipper.flipped < bench.flips:
+                    flipper.flip_next()
                 else:
                     time.sleep(0.01)
-            while done < bench.flips:  # the clients were done before the flips were
-                flipper.flip(names[done % len(names)])
-                done += 1
             outcomes = [process.outcome(bench.seconds + _START_S) for process in processes]
             seconds = time.monotonic() - start
         note("checking every stored byte")
@@ -176,6 +171,7 @@ def _report(bench: FleetBench, outcomes: list[dict[str, Any]], flipper: Flipper,
         "compared_tiles": sum(client["read_tiles"] for client in clients),
         "injected": injected,
         "detected": detected,
+        "flips_refused": flipper.refused,
         "injected_by_tier": flipper.injected,
         "detected_by_tier": flipper.detected,
         "hit_rate": matched / max(asked, 1),

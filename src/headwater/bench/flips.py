@@ -35,7 +35,23 @@ class Flipper:
         self._next = _FIRST
         self.injected = dict.fromkeys(stores, 0)
         self.detected = dict.fromkeys(stores, 0)
+        self.refused: dict[str, int] = {}
+        """Writes that found no room, by status: nothing was flipped then."""
         self.wrong_bytes = 0
+
+    @property
+    def flipped(self) -> int:
+        """Flips so far."""
+        return sum(self.injected.values())
+
+    @property
+    def progresses(self) -> bool:
+        """Whether the store takes enough of what is to be flipped to go on trying."""
+        return sum(self.refused.values()) < 10 * (100 + self.flipped)
+
+    def flip_next(self) -> None:
+        """One bit in the tier that has had the fewest."""
+        self.flip(min(self.injected, key=lambda name: self.injected[name]))
 
     def flip(self, name: str) -> None:
         """One bit in one tier. Where the store has no room just now, nothing is flipped."""
@@ -43,7 +59,9 @@ class Flipper:
         chunk = self._space.keys(np.full(CHUNK_TOKENS, self._next, np.uint32)).ref(0)
         self._next += 1
         truth = local_tiles(chunk, WHOLE)
-        if store.write(self._root, [Piece(chunk, WHOLE, truth)], DEADLINE_S) != [Status.OK]:
+        status = store.write(self._root, [Piece(chunk, WHOLE, truth)], DEADLINE_S)[0]
+        if status != Status.OK:
+            self.refused[status.name] = self.refused.get(status.name, 0) + 1
             return
         lease = store.lease(self._root, chunk.key) if isinstance(store, EmbeddedStore) else None
         if isinstance(store, EmbeddedStore) and lease is None:
@@ -58,9 +76,11 @@ class Flipper:
         status = self._space.read([chunk], WHOLE, [got], deadline_s=DEADLINE_S)[0]
         if lease is not None:
             lease.release()
-        if status == Status.OK:
-            self.wrong_bytes += int(np.count_nonzero(got != truth))
-        self.detected[name] += status == Status.DAMAGED
+        wrong = int(np.count_nonzero(got != truth)) if status == Status.OK else 0
+        # Found out, or found out and answered from another tier that had a copy from before.
+        healed = status == Status.OK and not wrong and not store.exists(self._root, [chunk])[0]
+        self.wrong_bytes += wrong
+        self.detected[name] += status == Status.DAMAGED or healed
         store.remove(self._root, [chunk.key])
 
 
