@@ -45,7 +45,7 @@ class FleetBench:
     flips: int = 1200
     prompts: int = 800
     shm_bytes: int = 32 << 20
-    file_bytes: int = 64 << 20
+    file_bytes: int = 40 << 20
 
     def __post_init__(self) -> None:
         if min(self.clients, self.processes, self.prompts) < 1 or self.seconds <= 0 or self.clients < self.processes:

@@ -84,7 +84,7 @@ class Client:
 
     def _once(self, topology: Topology) -> None:
         # Few prompts are popular, most are not.
-        number = int(self._universe * self._rng.random() ** 3)
+        number = int(self._universe * self._rng.random() ** 2)
         space, tally = self._space, self.tally
         keys = space.keys(prompt(number))
         start = time.perf_counter()
