@@ -78,10 +78,11 @@ class Flipper:
         if lease is not None:
             lease.release()
         wrong = int(np.count_nonzero(got != truth)) if status == Status.OK else 0
-        # Found out, or found out and answered from another tier that had a copy from before.
-        healed = status == Status.OK and not wrong and before != _record_id(store, chunk)
+        # Or somebody else found out first (who copies chunks to a slower tier reads them, too): a leased chunk goes for
+        # no other reason. It may even be back, brought up from a tier that had a copy from before.
+        found_by_others = before is not None and before != _record_id(store, chunk)
         self.wrong_bytes += wrong
-        self.detected[name] += status == Status.DAMAGED or healed
+        self.detected[name] += not wrong and (status == Status.DAMAGED or found_by_others)
         store.remove(self._root, [chunk.key])
 
 
