@@ -116,12 +116,12 @@ class Daemon:
 
 
 class Peer:
-    """A process on a host that does what it is told: see `host_process`."""
+    """A process on a host that does what it is told: see `host_process` and `host_engine`."""
 
-    def __init__(self, host: Host, *words: str) -> None:
+    def __init__(self, host: Host, *words: str, script: str = "host_process") -> None:
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")])}
         env |= {"GLOG_minloglevel": "3", "OMP_NUM_THREADS": "1"}
-        command = host.command([sys.executable, str(HERE / "integration" / "host_process.py"), *words])
+        command = host.command([sys.executable, str(HERE / "integration" / f"{script}.py"), *words])
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
         assert self.hear() == "ready"

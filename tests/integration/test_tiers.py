@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -237,6 +239,50 @@ def test_demotion_saves_what_would_be_evicted(redis_url: str, tmp_path: Path) ->
             assert other.match(other.keys(prompts[0])).num_tokens == 8
             assert other.match(other.keys(prompts[-1])).num_tokens == 0
         pool.clear()
+
+
+WRITER = """
+import sys, time
+sys.path[:0] = sys.argv[2:]
+from test_tiers import open_space, write
+from headwater.pool import open_pool
+pool = open_pool(sys.argv[1])
+space = open_space(pool)
+write(space, range(8))
+assert pool.flush(20)
+print("mine" if pool._store._copier._owner else "another's", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_when_the_process_that_copies_dies_another_takes_over(redis_url: str, tmp_path: Path) -> None:
+    here = Path(__file__).resolve()
+    paths = [str(here.parent), str(here.parents[1]), str(here.parents[2] / "src")]
+    with temporary_url("shm", tmp_path, "capacity=4MiB") as first:
+        url = f"{first},{redis_url}?prefix=take&lookup=5"
+        pipe = subprocess.PIPE
+        child = subprocess.Popen([sys.executable, "-c", WRITER, url, *paths], stdin=pipe, stdout=pipe, text=True)
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline().strip() == "mine"
+            with open_pool(url) as pool:
+                space = open_space(pool)
+                write(space, range(100, 116))
+                assert pool.flush(20)  # copied by the other process
+                assert not pool._store._copier._owner  # type: ignore[attr-defined]
+                child.kill()
+                child.wait(20)
+                write(space, range(200, 216))
+                assert pool.flush(20)
+                assert pool._store._copier._owner  # type: ignore[attr-defined]
+                empty_local(pool)
+                for tokens in (range(8), range(100, 116), range(200, 216)):
+                    assert space.match(space.keys(tokens)).num_tokens == len(tokens)
+                    assert set(read(space, tokens)) == {Status.OK}
+                pool.clear()
+        finally:
+            child.kill()
+            child.communicate()
 
 
 def test_events_tell_the_tier(redis_url: str, tmp_path: Path) -> None:
