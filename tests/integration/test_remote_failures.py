@@ -203,6 +203,16 @@ def test_killed_and_restarted_empty(tmp_path: Path, redis: Server) -> None:
         assert host.read(1) == [Status.OK] * 4  # it was in the first tier, and was copied again
 
 
+def test_what_the_first_tier_has_is_copied_again_though_nothing_new_was_written(tmp_path: Path, redis: Server) -> None:
+    with host_of(f"redis://127.0.0.1:{redis.port}?{OPTIONS}", tmp_path) as host:
+        host.write(1)
+        assert host.pool.flush(20)
+        redis.kill()
+        host.until_open()
+        redis.start()
+        host.until_back(1)
+
+
 def test_restarted_empty_without_being_missed(tmp_path: Path, redis: Server) -> None:
     """Nobody used it while it was away: manifests that are remembered promise what is gone."""
     with host_of(f"redis://127.0.0.1:{redis.port}?{OPTIONS}", tmp_path) as host:
