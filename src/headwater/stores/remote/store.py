@@ -219,7 +219,11 @@ class RemoteStore:
     def _not_mapped(self, *_: object) -> NoReturn:
         raise InvalidArgumentError(f"{self.url} is not mapped; use read and write, or put shm:// before it")
 
-    reserve = commit = noted = lend = borrow = _not_mapped
+    reserve = commit = commit_shard = places = noted = close_all = lend = borrow = _not_mapped
+
+    def abandon(self, keys: Sequence[bytes]) -> int:
+        """Nothing is begun here that is not ended by the same call."""
+        return 0
 
     def has(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Whether each chunk's manifest is there; None where the backend does not say so in time."""

@@ -15,6 +15,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from headwater.errors import BackendError, DeadlineError, InvalidArgumentError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Split
@@ -24,6 +27,7 @@ from headwater.stores.base import (
     Lease,
     Loan,
     Piece,
+    Place,
     Progress,
     Reservation,
     RootRef,
@@ -174,6 +178,32 @@ class TieredStore:
     def commit(self, filled: Sequence[Filled], deadline_s: float | None = None) -> list[Status]:
         """See `stores.base.Store.commit`."""
         return self._then_through(lambda: self._front.commit(filled, deadline_s))
+
+    def commit_shard(
+        self,
+        reservations: Sequence[Reservation],
+        shard: Shard,
+        sums: npt.NDArray[np.uint64],
+        deadline_s: float | None = None,
+    ) -> list[Status]:
+        """See `stores.base.Store.commit_shard`."""
+        return self._then_through(lambda: self._front.commit_shard(reservations, shard, sums, deadline_s))
+
+    def places(self, reservations: Sequence[Reservation]) -> list[Place | None]:
+        """See `stores.base.Store.places`."""
+        return self._front.places(reservations)
+
+    def noted(self, reservations: Sequence[Reservation], layers: range, heads: range, part: int) -> list[int]:
+        """See `stores.base.Store.noted`."""
+        return self._front.noted(reservations, layers, heads, part)
+
+    def close_all(self, reservations: Sequence[Reservation]) -> None:
+        """See `stores.base.Store.close_all`."""
+        self._front.close_all(reservations)
+
+    def abandon(self, keys: Sequence[bytes]) -> int:
+        """See `stores.base.Store.abandon`."""
+        return self._front.abandon(keys)
 
     def _then_through(self, work: Callable[[], list[Status]]) -> list[Status]:
         """Write to the first tier, then, in the same call, what has become complete to the tiers that want it so."""
