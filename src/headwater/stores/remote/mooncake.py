@@ -8,6 +8,7 @@ while the next block arrives.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import mmap
@@ -38,6 +39,7 @@ _BLOCKS = 8
 _UNDER_WAY = 2
 _THREADS = 6
 _KNOCK_S = 0.5
+_CLOSE_S, _CLOSE_DEADLINE_S = 1.0, 10.0
 _REGISTER_ABOVE = 1 << 20
 
 _NOT_FOUND, _NO_ROOM, _RPC_FAILED = -704, (-200, -201), (-900, -901, -1)
@@ -367,26 +369,51 @@ class MooncakeClient:
             self._store.register_buffer(address, base.nbytes)
 
     def close(self) -> None:
-        """See `base.ObjectClient`. A call that hangs keeps the memory that it reads from."""
+        """See `base.ObjectClient`. A call that hangs keeps the client, and the memory that it reads from, until it ends
+        or the process does."""
         if self._closed:
             return
         self._closed = True
         store, self._store = self._store, None
-        if store is None or self._pid != os.getpid():
-            return
-        if self._workers.jobs:
-            _left_behind.append((store, self._registered))
-        else:
-            for address in self._registered:
-                with contextlib.suppress(Exception):
-                    store.unregister_buffer(address)
-            self._workers.call(store.close, time.monotonic() + 10.0)
+        if store is not None and self._pid == os.getpid():
+            client = _OpenClient(store, self._registered, self._workers)
+            if not client.end(_CLOSE_S):
+                _left_behind.append(client)
         self._registered = {}
-        self._workers.close()
+
+
+class _OpenClient(NamedTuple):
+    """What must be ended in order: calls, registrations, the client, threads."""
+
+    store: Any
+    registered: dict[int, Any]
+    workers: Workers
+
+    def end(self, patience_s: float) -> bool:
+        """End it all, if no call hangs for longer than that."""
+        deadline = time.monotonic() + patience_s
+        while self.workers.jobs and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if self.workers.jobs:
+            return False
+        for address in self.registered:
+            with contextlib.suppress(Exception):
+                self.store.unregister_buffer(address)
+        self.workers.call(self.store.close, time.monotonic() + _CLOSE_DEADLINE_S)
+        self.workers.close()
+        return True
 
 
 _left_behind: list[Any] = []
-"""Clients that cannot be ended, kept from being destroyed."""
+"""Clients that could not be ended, kept from being destroyed while a call is inside."""
+
+
+@atexit.register
+def _end_left_behind() -> None:
+    """A thread that comes out of the library while the interpreter goes down would take the process with it."""
+    for client in _left_behind:
+        if isinstance(client, _OpenClient):
+            client.end(_CLOSE_DEADLINE_S)
 
 
 def _library() -> Any:

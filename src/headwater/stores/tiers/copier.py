@@ -31,6 +31,7 @@ _BATCH_BYTES = 64 << 20
 _IDLE_S = 0.02
 _OWNER_POLL_S = 0.2
 _RETRY_S = 0.5
+_LONGEST_RETRY_S = 60.0
 _DEMOTE_ABOVE = 0.75
 _DEMOTE_SHARE = 8
 _EXPORT_DEADLINE_S = 5.0
@@ -53,6 +54,8 @@ class Copier:
         self._backlog: Iterator[list[bytes]] | None = None
         self._behind: dict[int, float] = {}
         """Tiers that may lack something which is not waiting, and when to look."""
+        self._full: dict[int, float] = {}
+        """Tiers that had no room: how long to leave them alone, longer each time."""
         self._demoted_at = 0.0
         self._owner = False
         self._wake = threading.Event()
@@ -84,21 +87,33 @@ class Copier:
         self._behind[number] = 0.0
         self._wake.set()
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all that is in the first tier now has been copied, by whichever process; False if it was not."""
+    def flush(self, timeout_s: float, *, also_full: bool = True) -> bool:
+        """Wait until all that is in the first tier now has been copied, by whichever process; False if it was not.
+
+        Without `also_full`, what this process could not copy for want of room is not waited for.
+        """
         target, end = self._ring.head, time.monotonic() + timeout_s
-        while self._ownership.position < target or (self._owner and (self._waiting or self._behind)):
+        while not self._is_done(target, also_full):
             if time.monotonic() >= end:
                 return False
             self._wake.set()
             time.sleep(0.002)
         return True
 
+    def _is_done(self, target: int, also_full: bool) -> bool:
+        if self._owner:
+            behind = [i for i in self._behind if also_full or i not in self._full]
+            if self._waiting or behind:
+                return False
+            if not also_full and self._full:
+                return self._follower.position >= target
+        return self._ownership.position >= target
+
     def close(self, timeout_s: float) -> None:
         """Copy what is left for a while, then stop. What is not copied is found by whoever copies next."""
         if self._pid == os.getpid() and self._thread is not None and self._thread.is_alive():
             if self._owner and any(tier.usable for tier in self._tiers):
-                self.flush(timeout_s)
+                self.flush(timeout_s, also_full=False)
             self._stop = True
             self._wake.set()
             self._thread.join(timeout_s + _EXPORT_DEADLINE_S)
@@ -216,8 +231,15 @@ class Copier:
         for i in numbers:
             tier = self._tiers[i]
             missing = tier.missing(keys) if tier.usable else None
+            full = tier.counts.now()["full"]
             if missing is None or not self.copy_to(tier, missing):
                 self._behind.setdefault(i, time.monotonic() + _RETRY_S)
+            elif tier.counts.now()["full"] > full:
+                # It may be full for long, or have lost its memory for a moment: try again, less and less often.
+                self._full[i] = min(2 * self._full.get(i, _RETRY_S / 2), _LONGEST_RETRY_S)
+                self._behind.setdefault(i, time.monotonic() + self._full[i])
+            elif missing:
+                self._full.pop(i, None)
 
     def copy_to(self, tier: LowerTier, keys: Sequence[bytes]) -> bool:
         """Copy chunks from the first tier, as many at once as fit into a batch; False where it must be tried again."""
@@ -299,7 +321,7 @@ class NoCopier:
         """See `Copier`."""
         return True
 
-    def flush(self, timeout_s: float) -> bool:
+    def flush(self, timeout_s: float, *, also_full: bool = True) -> bool:
         """See `Copier`."""
         return True
 

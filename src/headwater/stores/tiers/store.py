@@ -265,7 +265,7 @@ class TieredStore:
         is first the first tier, then, when nothing is on its way down, the others, and then the first once more.
         """
         removed = [self._front.clear(match, progress)]
-        self._copier.flush(_CLEAR_PATIENCE_S)
+        self._copier.flush(_CLEAR_PATIENCE_S, also_full=False)
         removed += [tier.store.clear(match, progress) for tier in reversed(self._tiers)]
         self._front.clear(match, None)
         return max(removed)
