@@ -17,7 +17,6 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,61 +27,22 @@ from headwater.locks import ForkSafeLock
 from headwater.stores.base import Status
 from headwater.stores.remote.base import MAX_TAILS, Bytes, Landed, NewManifest, NewObject, Span, Survey, Usage
 from headwater.stores.remote.mooncake_config import MooncakeConfig, own_address
+from headwater.stores.remote.mooncake_stream import Arrived, Stream
 from headwater.stores.remote.staging import Blocks
 from headwater.stores.url import StoreUrl
-from headwater.stores.workers import Job, Workers
+from headwater.stores.workers import Workers
 
 log = logging.getLogger("headwater")
 
 _BLOCK_BYTES = 16 << 20
 _BLOCKS = 8
-_UNDER_WAY = 2
 _THREADS = 6
 _KNOCK_S = 0.5
 _CLOSE_S, _CLOSE_DEADLINE_S = 1.0, 10.0
 _REGISTER_ABOVE = 1 << 20
 
-_NOT_FOUND, _NO_ROOM, _RPC_FAILED = -704, (-200, -201), (-900, -901, -1)
+_NO_ROOM, _RPC_FAILED = (-200, -201), (-900, -901, -1)
 _TAILS = struct.Struct(f"<{MAX_TAILS}I")
-
-
-class _Batch(NamedTuple):
-    """Spans that fit into one block, and where each begins there."""
-
-    spans: range
-    places: list[int]
-
-
-class _Delivery:
-    """A batch on its way into a block. Whoever is last with it, the caller or the library, gives the block back."""
-
-    def __init__(self, store: Any, spans: Sequence[Span], batch: _Batch, block: Bytes, blocks: Blocks) -> None:
-        self._store = store
-        self.spans = spans
-        self.batch = batch
-        self.block = block
-        self._blocks = blocks
-        self.job: Job | None = None
-        self._users = 2
-        self._lock = threading.Lock()
-
-    def work(self) -> list[int]:
-        """The library's part."""
-        try:
-            return _get(self._store, self.block, self.spans, self.batch.places)
-        finally:
-            self._let_go()
-
-    def abandon(self) -> None:
-        """The caller has seen enough."""
-        self._let_go()
-
-    def _let_go(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-        self._blocks.give_back(self.block)
 
 
 class MooncakeClient:
@@ -139,49 +99,34 @@ class MooncakeClient:
     # ---- reading ------------------------------------------------------------------------------------------------
     def read(self, spans: Sequence[Span], deadline: float) -> Iterator[Landed]:
         """See `base.ObjectClient`. While some batches arrive, one is copied and verified."""
-        store = self._ready(deadline)
-        coming: deque[_Delivery] = deque()
-        try:
-            for batch in _batches(spans, self._blocks.block_bytes):
-                coming.append(self._begin(store, spans, batch))
-                if len(coming) > _UNDER_WAY:
-                    yield from self._land(coming, deadline)
-            while coming:
-                yield from self._land(coming, deadline)
-        finally:
-            for delivery in coming:
-                delivery.abandon()
-
-    def _begin(self, store: Any, spans: Sequence[Span], batch: _Batch) -> _Delivery:
-        block = self._blocks.take(sum(spans[i].length for i in batch.spans))
-        if block is None:
-            raise BackendError("all transfer buffers wait for calls that do not end")
-        delivery = _Delivery(store, [spans[i] for i in batch.spans], batch, block, self._blocks)
-        delivery.job = self._workers.begin(delivery.work)
-        if delivery.job is None:
-            self._blocks.give_back(block)
+        stream = Stream(self._ready(deadline), spans, self._blocks, deadline)
+        job = self._workers.begin(stream.work)
+        if job is None:
             raise BackendError("every thread waits for a call that does not end")
-        return delivery
+        try:
+            left = len(spans)
+            while left:
+                arrived = stream.next()
+                yield from self._land(arrived, spans)
+                stream.done_with(arrived)
+                left -= len(arrived.batch.spans)
+        except BaseException:
+            self._workers.wait(job, 0.0)  # from now on it counts as late
+            raise
+        finally:
+            stream.abandon()
 
-    def _land(self, coming: deque[_Delivery], deadline: float) -> Iterator[Landed]:
-        """Copy a delivery to its targets one by one: what was copied is still in the cache when it is verified."""
-        delivery = coming[0]
-        assert delivery.job is not None
-        outcome = self._workers.wait(delivery.job, deadline)
-        if isinstance(outcome, Exception):
-            raise BackendError(f"Mooncake failed to read: {outcome}") from outcome
-        if outcome is None:
-            raise DeadlineError("Mooncake does not deliver in time")
-        numbers, places = delivery.batch
-        for i, at, code, span in zip(numbers, places, self._codes(outcome, len(numbers)), delivery.spans, strict=True):
-            if code != span.length:
+    def _land(self, arrived: Arrived, spans: Sequence[Span]) -> Iterator[Landed]:
+        """Copy a batch to its targets one by one: what was copied is still in the cache when it is verified."""
+        (numbers, places), block, codes = arrived
+        for i, at, code in zip(numbers, places, self._codes(codes, len(numbers)), strict=True):
+            if code != spans[i].length:
                 yield Landed(i, range(0))
                 continue
-            for number, target in enumerate(span.targets):
-                np.copyto(target, delivery.block[at : at + target.size])
+            for number, target in enumerate(spans[i].targets):
+                np.copyto(target, block[at : at + target.size])
                 at += target.size
                 yield Landed(i, range(number, number + 1))
-        coming.popleft().abandon()
 
     # ---- writing ------------------------------------------------------------------------------------------------
     def write(self, objects: Sequence[NewObject], deadline: float) -> list[Status]:
@@ -425,41 +370,6 @@ def _library() -> Any:
             "apt-get install libibverbs1 libnuma1 libcurl4"
         ) from error
     return store
-
-
-def _get(store: Any, block: Bytes, spans: Sequence[Span], places: Sequence[int]) -> list[int]:
-    """Whole objects in one batch, ranges in another: the library is much faster for the former."""
-    codes = [_NOT_FOUND] * len(spans)
-    start = block.ctypes.data
-    whole = [i for i, span in enumerate(spans) if span.is_whole]
-    if whole:
-        names, sizes = [spans[i].name for i in whole], [spans[i].length for i in whole]
-        for i, code in zip(whole, store.batch_get_into(names, [start + places[i] for i in whole], sizes), strict=True):
-            codes[i] = code
-    parts = [i for i, span in enumerate(spans) if not span.is_whole]
-    if parts:
-        names = [spans[i].name for i in parts]
-        found = store.get_into_ranges(
-            [start],
-            [names],
-            [[[places[i]] for i in parts]],
-            [[[spans[i].offset] for i in parts]],
-            [[[spans[i].length] for i in parts]],
-        )
-        for i, (code,) in zip(parts, found[0], strict=True):
-            codes[i] = code
-    return codes
-
-
-def _batches(spans: Sequence[Span], most: int) -> list[_Batch]:
-    batches, start, used, places = list[_Batch](), 0, 0, list[int]()
-    for i, span in enumerate(spans):
-        if places and used + span.length > most:
-            batches.append(_Batch(range(start, i), places))
-            start, used, places = i, 0, []
-        places.append(used)
-        used += span.length
-    return [*batches, _Batch(range(start, len(spans)), places)] if places else batches
 
 
 def _stored(code: int) -> Status:

@@ -6,11 +6,12 @@ arrive; so they arrive in a block that is not used again until that call has end
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
 
-from headwater.locks import ForkSafeLock
 from headwater.stores.remote.base import Bytes
 
 
@@ -30,18 +31,19 @@ class Blocks:
         self._unregister = unregister
         self._made = 0
         self._free: list[Bytes] = []
-        self._lock = ForkSafeLock()
+        self._changed = threading.Condition()
 
-    def take(self, num_bytes: int) -> Bytes | None:
-        """A block that nobody uses, of at least that size; None where there is none. What is larger than a block gets
-        memory of its own."""
+    def take(self, num_bytes: int, deadline: float) -> Bytes | None:
+        """A block that nobody uses, of at least that size; None where there is none in time. What is larger than a
+        block gets memory of its own."""
         if num_bytes > self.block_bytes:
             return self._make(num_bytes)
-        with self._lock:
+        with self._changed:
+            while not self._free and self._made == self._most:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    return None
             if self._free:
                 return self._free.pop()
-            if self._made == self._most:
-                return None
             self._made += 1
         return self._make(self.block_bytes)
 
@@ -50,8 +52,9 @@ class Blocks:
         if block.nbytes != self.block_bytes:
             self._unregister(block)
             return
-        with self._lock:
+        with self._changed:
             self._free.append(block)
+            self._changed.notify()
 
     def _make(self, num_bytes: int) -> Bytes:
         block = np.zeros(num_bytes, np.uint8)
