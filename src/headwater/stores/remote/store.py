@@ -221,6 +221,10 @@ class RemoteStore:
 
     reserve = commit = commit_shard = places = noted = close_all = lend = borrow = _not_mapped
 
+    def segment(self, number: int) -> Tiles | None:
+        """There are none."""
+        return None
+
     def abandon(self, keys: Sequence[bytes]) -> int:
         """Nothing is begun here that is not ended by the same call."""
         return 0

@@ -193,6 +193,10 @@ class TieredStore:
         """See `stores.base.Store.places`."""
         return self._front.places(reservations)
 
+    def segment(self, number: int) -> Tiles | None:
+        """See `stores.base.Store.segment`."""
+        return self._front.segment(number)
+
     def noted(self, reservations: Sequence[Reservation], layers: range, heads: range, part: int) -> list[int]:
         """See `stores.base.Store.noted`."""
         return self._front.noted(reservations, layers, heads, part)
