@@ -72,7 +72,7 @@ class CircuitBreaker:
         return self._state == "closed"
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Call this, from the asking thread, when the backend is back."""
+        """Call this, from the asking thread, when the backend is back, just before it is used again."""
         self._on_close.append(callback)
 
     def succeeded(self) -> None:
@@ -121,10 +121,10 @@ class CircuitBreaker:
                 log.debug("%s does not answer yet: %s", self._name, error)
                 pause_s = min(2 * pause_s, self._settings.longest_pause_s)
                 continue
+            for callback in self._on_close:  # first: who sees it closed may rely on what they do
+                callback()
             with self._lock:
                 self._state, self._in_a_row = "closed", 0
                 self._recent.clear()
             log.warning("%s is back after %.1f s", self._name, time.monotonic() - since)
-            for callback in self._on_close:
-                callback()
             return
