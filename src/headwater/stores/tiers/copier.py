@@ -103,7 +103,7 @@ class Copier:
     def _is_done(self, target: int, also_full: bool) -> bool:
         if self._owner:
             behind = [i for i in self._behind if also_full or i not in self._full]
-            if self._waiting or behind:
+            if self._waiting or behind or self._backlog is not None:
                 return False
             if not also_full and self._full:
                 return self._follower.position >= target
@@ -182,10 +182,10 @@ class Copier:
         due = [i for i, at in self._behind.items() if at <= time.monotonic() and self._tiers[i].usable]
         if self._backlog is None and due:
             due = [i for i in due if self._tiers[i].mode != "demote"]
+            self._backlog = self._compare(due)  # before it is taken off the list: `flush` looks at both
             for i in list(self._behind):
                 if i in due or self._tiers[i].mode == "demote":
                     del self._behind[i]
-            self._backlog = self._compare(due)
         if self._backlog is not None:
             if next(self._backlog, None) is None:
                 self._backlog = None
