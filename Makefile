@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help serve demo venv test test-fast bench lint format clean redis-server
+.PHONY: help serve demo venv test test-fast bench lint format clean redis-server mooncake
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ serve: $(SERVE_STAMP)  ## serve SmolLM2 with OpenAI's API on 127.0.0.1:8000, sha
 demo: $(SERVE_STAMP)  ## two servers on one pool: what the second one saves
 	$(BIN)/headwater demo $(ARGS)
 
-test: lint redis-server  ## everything: lint, types, every test, coverage
+test: lint redis-server mooncake  ## everything: lint, types, every test, coverage
 	$(BIN)/coverage run -m pytest -q
 	$(BIN)/coverage report
 
@@ -83,4 +83,17 @@ redis-server:
 		} >/dev/null || echo "MISSING: redis-server could not be installed; the tests that need it will be skipped"; \
 	else \
 		echo "MISSING: redis-server; the tests that need it will be skipped (as root: apt-get install redis-server)"; \
+	fi
+
+# Never fails either. The libraries are those that Mooncake's client is linked against, also where it uses TCP only.
+mooncake: $(STAMP)
+	@if $(BIN)/python -c 'import mooncake.store' 2>/dev/null; then :; \
+	else \
+		echo "installing Mooncake for its tests"; \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+				apt-get install -y -qq --no-install-recommends libibverbs1 libnuma1 libcurl4; } >/dev/null || true; \
+		fi; \
+		$(PIP) -e '.[mooncake]' && $(BIN)/python -c 'import mooncake.store' \
+			|| echo "MISSING: Mooncake could not be installed; the tests that need it will be skipped"; \
 	fi

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from headwater.engine.engine import Engine, EngineStats
     from headwater.engine.params import FinishReason, RequestOutput, SamplingParams
     from headwater.errors import (
+        BackendError,
         BufferMismatchError,
         CapacityError,
+        ConfigError,
         DeadlineError,
         EngineConfigError,
         FormatVersionError,
@@ -55,8 +57,8 @@ _HOMES = {
     "headwater.engine.engine": "Engine EngineStats",
     "headwater.engine.params": "FinishReason RequestOutput SamplingParams",
     "headwater.errors": (
-        "BufferMismatchError CapacityError DeadlineError EngineConfigError EngineDeadError EngineError "
-        "FormatVersionError HeadwaterError IdentityError InvalidArgumentError MemoryBudgetError ModelError "
+        "BackendError BufferMismatchError CapacityError ConfigError DeadlineError EngineConfigError EngineDeadError "
+        "EngineError FormatVersionError HeadwaterError IdentityError InvalidArgumentError MemoryBudgetError ModelError "
         "RequestError SettingsMismatchError SpecError SpecMismatchError StoreClosedError StoreDamagedError "
         "StoreError StorePermissionError TokenError TopologyError UrlError"
     ),
@@ -73,11 +75,13 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
+    "BackendError",
     "BufferMismatchError",
     "CapacityError",
     "ChunkInfo",
     "ChunkKeys",
     "ChunkRef",
+    "ConfigError",
     "DeadlineError",
     "Engine",
     "EngineConfig",

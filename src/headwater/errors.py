@@ -11,6 +11,7 @@ what a caller must change before going on: an argument, a URL, a permission, a v
     │   ├── TokenError                      token ids or extras that cannot be hashed
     │   ├── BufferMismatchError             a caller's buffer has the wrong size, strides or rights
     │   ├── UrlError                        a store URL that cannot be understood
+    │   ├── ConfigError                     a configuration file or variable that cannot be used
     │   ├── ModelError                      a checkpoint or config that this engine cannot run
     │   ├── EngineConfigError               settings that do not go together, or do not fit this machine
     │   └── RequestError                    one request asks for what the engine cannot give (too long, bad parameter)
@@ -24,6 +25,7 @@ what a caller must change before going on: an argument, a URL, a permission, a v
         ├── SettingsMismatchError           the store exists with other settings than the URL asks for
         ├── SpecMismatchError               the store holds these weights with another spec
         ├── StoreDamagedError               unreadable, and in use by others, so it cannot be replaced
+        ├── BackendError                    a remote store cannot be reached, refuses, or answers nonsense
         ├── DeadlineError                   opening or administration took longer than its deadline
         └── StoreClosedError                used after close
 """
@@ -61,6 +63,10 @@ class BufferMismatchError(InvalidArgumentError):
 
 class UrlError(InvalidArgumentError):
     """A store URL that cannot be understood."""
+
+
+class ConfigError(InvalidArgumentError):
+    """A configuration file or variable that cannot be used; the message says which entry, and what is possible."""
 
 
 class ModelError(InvalidArgumentError):
@@ -118,6 +124,10 @@ class SpecMismatchError(StoreError):
 
 class StoreDamagedError(StoreError):
     """The store is unreadable and in use by others, so it cannot be replaced."""
+
+
+class BackendError(StoreError):
+    """A remote store cannot be reached, refuses, or answers nonsense."""
 
 
 class DeadlineError(StoreError):

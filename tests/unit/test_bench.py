@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from headwater.bench import store
+from headwater.bench import fleet, store
 from headwater.errors import InvalidArgumentError
 from headwater.stores.embedded import store_directory
 from headwater.stores.url import parse_url
@@ -34,7 +36,11 @@ def test_a_quick_run_reports_every_figure_and_leaves_nothing(monkeypatch: pytest
     assert report["verified_clean"] is True
     assert report["match_chunks"] >= 4000
     assert report["redis_read_gbps"] or report["redis_reason"]
-    assert set(report["bars"]) == {"read_vs_ceiling", "write_vs_ceiling", "match_ratio", "overhead_ratio"}
+    for name in ("redis", "mooncake"):
+        assert report[f"{name}_read_ratio"] or report[f"{name}_remote_reason"]
+        assert report[f"{name}_write_ratio"] or report[f"{name}_remote_reason"]
+    ratios = {f"{name}_{verb}_ratio" for name in ("redis", "mooncake") for verb in ("read", "write")}
+    assert set(report["bars"]) == {"read_vs_ceiling", "write_vs_ceiling", "match_ratio", "overhead_ratio"} | ratios
     assert len(urls) == 3
     assert not any(Path(store_directory(parse_url(url))).exists() for url in urls)
 
@@ -49,3 +55,14 @@ def test_a_bar_nearer_to_one_than_the_noise_is_not_judged() -> None:
     assert bar.judge({"ratio": 0.95, "noise": 0.01}) == "met"
     assert bar.judge({"ratio": 0.85, "noise": 0.01}) == "missed"
     assert bar.judge({"ratio": 0.85, "noise": 0.2}).startswith("not judged")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server on the PATH")
+def test_fleet_smoke() -> None:
+    report = fleet.run(fleet.QUICK)
+    assert report["wrong_bytes"] == 0
+    assert report["detected"] == report["injected"] == 60
+    assert report["compared_tiles"] > 0
+    assert report["verified_clean"]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("headwater-fleet-")]

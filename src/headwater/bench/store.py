@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from headwater.bench.lookup import bench_lookup, url_options
 from headwater.bench.measure import Note, Rounds, gbps, machine, take_turns
 from headwater.bench.peers import bench_redis
+from headwater.bench.remote import bench_remote, no_remote
 from headwater.bench.tiles import CHUNK_BYTES, TILE_BYTES, Caller, Ceiling, PoolSide, shared_memory
 from headwater.errors import InvalidArgumentError
 from headwater.pool import Pool, open_pool
@@ -40,6 +41,8 @@ class StoreBench:
     num_chunks: int = 1_000_000
     pairs: int = 9
     redis: bool = True
+    remote: bool = True
+    """Also measure remote tiers against the bare clients of their servers."""
     side_bytes: int = 256 << 20
     """Tiles for what is only mentioned beside: files and Redis."""
 
@@ -72,6 +75,8 @@ class Bar(NamedTuple):
 
     def judge(self, report: Mapping[str, Any]) -> str:
         """`met`, `missed`, or why neither can be said."""
+        if report[self.figure] is None:
+            return "not judged: not measured"
         if self.noise is not None and abs(self.limit - 1) <= report[self.noise]:
             return "not judged: too noisy"
         met = report[self.figure] >= self.limit if self.at_least else report[self.figure] <= self.limit
@@ -83,6 +88,10 @@ BARS = (
     Bar("write_vs_ceiling", True, 0.9, "write_noise"),
     Bar("match_ratio", False, 3.0, "match_noise"),
     Bar("overhead_ratio", False, 0.01, None),
+    Bar("redis_read_ratio", True, 0.85, "redis_read_noise"),
+    Bar("redis_write_ratio", True, 0.85, "redis_write_noise"),
+    Bar("mooncake_read_ratio", True, 0.75, "mooncake_read_noise"),
+    Bar("mooncake_write_ratio", True, 0.85, "mooncake_write_noise"),
 )
 
 
@@ -100,6 +109,7 @@ def run(bench: StoreBench, note: Note = lambda text: None) -> dict[str, Any]:
         report |= bench_redis(side, min(bench.pairs, 5))
     else:
         report |= {"redis_read_gbps": None, "redis_write_gbps": None, "redis_bytes": 0, "redis_reason": "left out"}
+    report |= bench_remote(side, bench.pairs, note) if bench.remote else no_remote("left out")
     del caller, side
     with _new_pool(None, **url_options(bench.num_chunks)) as pool:
         report |= bench_lookup(pool, bench.num_chunks, bench.pairs, note)

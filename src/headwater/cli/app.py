@@ -8,6 +8,7 @@ import typer
 
 from headwater.cli.bench import bench_app
 from headwater.cli.chat import chat
+from headwater.cli.config import config_app
 from headwater.cli.convert import convert
 from headwater.cli.demo.command import demo
 from headwater.cli.generate import generate
@@ -22,6 +23,7 @@ app.command()(convert)
 app.command()(demo)
 app.add_typer(pool_app, name="pool")
 app.add_typer(bench_app, name="bench")
+app.add_typer(config_app, name="config")
 
 
 def _print_version(wanted: bool) -> None:

@@ -26,7 +26,7 @@ def bench_store(
     tiles_gib: Annotated[float, typer.Option(help="GiB of tiles to move.", min=0.01, max=1024)] = 1.0,
     chunks: Annotated[int, typer.Option(help="Chunks in the pool that is searched.", min=1)] = 1_000_000,
     pairs: Annotated[int, typer.Option(help="Alternating pairs of pool and ceiling.", min=1)] = 9,
-    redis: Annotated[bool, typer.Option("--redis/--no-redis", help="Compare with a Redis server.")] = True,
+    redis: Annotated[bool, typer.Option("--redis/--no-redis", help="Compare with Redis and Mooncake servers.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
 ) -> None:
     """Read and write tiles against the memory's own speed, and look prompts up among a million chunks."""
@@ -34,7 +34,7 @@ def bench_store(
     from headwater.cli.output import print_json
 
     full = store.StoreBench(tiles_bytes=int(tiles_gib * 2**30), num_chunks=chunks, pairs=pairs)
-    report = store.run(replace(store.QUICK if quick else full, url=url, redis=redis), _note)
+    report = store.run(replace(store.QUICK if quick else full, url=url, redis=redis, remote=redis), _note)
     if as_json:
         print_json(_rounded(report))
     else:
@@ -124,6 +124,32 @@ def bench_ttft(
         print_json(_rounded(report))
     else:
         _print_ttft(report)
+
+
+@bench_app.command("fleet")
+def bench_fleet(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    clients: Annotated[int, typer.Option(help="Concurrent clients.", min=1)] = 32,
+    processes: Annotated[int, typer.Option(help="Processes that they are in.", min=1)] = 4,
+    seconds: Annotated[float, typer.Option(help="How long they work.", min=0.1)] = 30.0,
+    flips: Annotated[int, typer.Option(help="Bits to flip in stored chunks.", min=0)] = 1200,
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke test of seconds.")] = False,
+) -> None:
+    """Many clients on shared memory, files and Redis for a while; every byte is compared, and bits are flipped."""
+    from headwater.bench import fleet as bench
+    from headwater.cli.output import console, print_json, table
+
+    full = bench.FleetBench(clients=clients, processes=processes, seconds=seconds, flips=flips)
+    report = bench.run(bench.QUICK if quick else full, _note)
+    if as_json:
+        print_json(_rounded(report))
+    else:
+        figures = table("fleet", ">")
+        for name, value in report.items():
+            if isinstance(value, (int, float)):
+                figures.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else f"{value:,}")
+        console().print(figures)
+    raise typer.Exit(1 if report["wrong_bytes"] else 0)
 
 
 def _note(text: str) -> None:

@@ -31,16 +31,25 @@ def show_stats(url: str | None, as_json: bool) -> None:
     for row in _stats_rows(stats):
         rows.add_row(*row)
     console().print(stats.url, rows, sep="\n")
+    if stats.tiers:
+        tiers = table("tier", "written", "breaker", "why it opened last")
+        for tier in stats.tiers:
+            tiers.add_row(tier.url, tier.write, tier.breaker, tier.breaker_reason)
+        console().print(tiers)
 
 
 def _stats_rows(s: StoreStats) -> list[tuple[str, str, str]]:
     size = format_size
     return [
         ("capacity", size(s.capacity_bytes), "data and index together"),
-        ("used", size(s.used_bytes), f"{s.used_bytes / s.data_bytes:.1%} of {size(s.data_bytes)}"),
+        ("used", size(s.used_bytes), f"{s.used_bytes / max(s.data_bytes, 1):.1%} of {size(s.data_bytes)}"),
         ("chunks", f"{s.chunks:,}", "that can be found"),
         ("pending", size(s.pending_bytes), "being written"),
-        ("index", size(s.index_used_bytes), f"{s.index_used_bytes / s.index_bytes:.1%} of {size(s.index_bytes)}"),
+        (
+            "index",
+            size(s.index_used_bytes),
+            f"{s.index_used_bytes / max(s.index_bytes, 1):.1%} of {size(s.index_bytes)}",
+        ),
         ("processes", f"{s.members - 1:,}", "that have it open, besides this one"),
         ("stored", f"{s.stored:,}", f"chunks since it was created, {size(s.stored_bytes)}"),
         ("evicted", f"{s.evicted:,}", "chunks, to make room"),

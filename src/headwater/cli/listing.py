@@ -9,7 +9,7 @@ from typing import Any
 from headwater.cli.output import plural
 from headwater.errors import InvalidArgumentError, SpecError
 from headwater.kv.spec import KVSpec
-from headwater.pool.space import tenant_tag
+from headwater.pool.tenants import tenant_tag
 from headwater.stores.base import ChunkInfo
 
 _MIN_DIGITS = 4

@@ -15,9 +15,12 @@ from headwater.kv.hashing import DEFAULT_CHUNK_TOKENS, check_chunk_tokens
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.locks import ForkSafeLock
-from headwater.pool.space import Space, tenant_tag
-from headwater.stores import open_store
+from headwater.pool.space import Space
+from headwater.pool.tenants import tenant_tag
+from headwater.stores import open_urls
 from headwater.stores.base import ChunkInfo, Progress, SpaceRef, Store, StoreStats, VerifyReport
+from headwater.stores.config import find_pool
+from headwater.stores.events import Follower
 from headwater.stores.url import DEFAULT_URL, format_size
 
 
@@ -37,8 +40,9 @@ class PoolStats:
 class Pool:
     """KV that processes share. Thread-safe; a forked child may go on using it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, tenant_secret: bytes | None = None) -> None:
         self._store = store
+        self._tenant_secret = tenant_secret
         self._counts: Counter[str] = Counter()
         self._counts_lock = ForkSafeLock()
 
@@ -61,7 +65,7 @@ class Pool:
         payload = json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
         ref = SpaceRef(spec, chunk_tokens, key, payload)
         self._store.check_space(ref)
-        return Space(self._store, ref, identity, self.count)
+        return Space(self._store, ref, identity, self.count, self._tenant_secret)
 
     def clear(
         self, *, space: Space | None = None, tenant: bytes | None = None, progress: Progress | None = None
@@ -95,6 +99,15 @@ class Pool:
         """Read and check everything. Damaged chunks are removed."""
         return self._store.verify(progress)
 
+    def follow(self, since: int | None = None) -> Follower:
+        """What happens to chunks from now on (`stored`, `removed`, `cleared`, each with its tier), by all writers of
+        this host. Call `poll` or `wait` on the result."""
+        return self._store.follow(since)
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until slower tiers have what the first one has now; False where they do not in time."""
+        return self._store.flush(timeout_s)
+
     def count(self, **amounts: int) -> None:
         """Add to this process's counters."""
         with self._counts_lock:
@@ -114,9 +127,11 @@ class Pool:
 
 
 def open_pool(url: str = DEFAULT_URL, *, group: int | None = None, create: bool = True) -> Pool:
-    """Open the pool at `url`, and make it where there is none (unless `create` is False).
+    """Open the pool at `url` (or at several, separated by commas, fastest first; or one that the configuration names),
+    and make it where there is none (unless `create` is False).
 
     Processes of one server that write parts of the same chunks must pass the same `group` (any random non-zero
     63-bit number they agree on); without it, each process is a server of its own.
     """
-    return Pool(open_store(url, group, create=create))
+    config = find_pool(url)
+    return Pool(open_urls(config.urls, group, create=create), tenant_secret=config.tenant_secret)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard
 from headwater.locks import ForkSafeLock
 from headwater.pool.buffers import Buffer, as_tiles
+from headwater.pool.tenants import tenant_salt, tenant_tag
 from headwater.stores.base import (
     Filled,
     Lease,
@@ -36,11 +36,6 @@ from headwater.stores.base import (
 )
 
 _MAX_ROOTS = 65536
-
-
-def tenant_tag(tenant: bytes) -> str:
-    """How a tenant is named in listings: enough to tell tenants apart, useless for finding their chunks."""
-    return hashlib.sha256(b"headwater tenant\0" + tenant).hexdigest()[:16] if tenant else ""
 
 
 @dataclass(frozen=True)
@@ -80,8 +75,16 @@ class RequestLease:
 class Space:
     """A pool opened for one identity and spec. Thread-safe. Made by `Pool.space`."""
 
-    def __init__(self, store: Store, ref: SpaceRef, identity: Identity, count: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ref: SpaceRef,
+        identity: Identity,
+        count: Callable[..., None],
+        tenant_secret: bytes | None = None,
+    ) -> None:
         self._store = store
+        self._tenant_secret = tenant_secret
         self.ref = ref
         self.identity = identity
         self._count = count
@@ -105,7 +108,8 @@ class Space:
     def root(self, *, tenant: bytes = b"", adapter: bytes = b"") -> RootRef:
         """Where the chains of a tenant and adapter begin. A process that writes chunks whose keys were computed
         elsewhere calls this first."""
-        key = root_key(self.identity.digest, self.spec.digest, self.chunk_tokens, tenant, adapter)
+        salt = tenant_salt(self._tenant_secret, tenant)
+        key = root_key(self.identity.digest, self.spec.digest, self.chunk_tokens, salt, adapter)
         with self._lock:
             root = self._roots.get(key)
             if root is None:
@@ -136,12 +140,11 @@ class Space:
         run = self.run(keys.root, keys.full[: limit // self.chunk_tokens])
         chunks = keys.refs(run.length)
         room = limit - run.length * self.chunk_tokens
-        for length in sorted({length for length in run.tails if length <= room}, reverse=True):
-            if length < self.chunk_tokens:
-                tail = keys.tail_ref(run.length, length)
-                if self._store.exists(root, [tail])[0]:
-                    chunks.append(tail)
-                    break
+        lengths = sorted({length for length in run.tails if length <= min(room, self.chunk_tokens - 1)}, reverse=True)
+        tails = [keys.tail_ref(run.length, length) for length in lengths]
+        # All in one question: it may go to another host.
+        there = self._store.exists(root, tails, anywhere=True) if tails else []
+        chunks += [tail for tail, found in zip(tails, there, strict=True) if found][:1]
         match = Match(tuple(chunks))
         self._count(matches=1, asked_tokens=limit, matched_tokens=match.num_tokens)
         return match
@@ -154,7 +157,7 @@ class Space:
         return self._store.run(self._root_of(root), keys)
 
     def exists(self, chunks: Sequence[ChunkRef]) -> list[bool]:
-        """Whether each chunk can be found now."""
+        """Whether each chunk is there now, in the tier that chunks are written to."""
         return self._store.exists(self._any_root, chunks)
 
     def lease(self, match: Match, request_id: str) -> RequestLease:
@@ -223,14 +226,17 @@ class Space:
                 f"one array for {len(chunks)} chunks must be writeable uint8 of shape {(len(chunks), *shape)}, each "
                 f"tile contiguous, and the chunks of one size; got {out.dtype} of shape {out.shape}"
             )
-        statuses = self._store.read_shard(self._any_root, chunks, shard, out, deadline_s)
+        statuses = self._store.read_shard(
+            self._roots.get(chunks[0].root, self._any_root), chunks, shard, out, deadline_s
+        )
         self._tally("read", shape[0] * shape[1] * shape[2] * statuses.count(Status.OK), statuses)
         return statuses
 
     def read_pieces(self, pieces: Sequence[Piece], *, deadline_s: float | None = None) -> list[Status]:
         """Read any mixture of shards of any chunks of this space."""
         ready = [self._ready(piece) for piece in pieces]
-        statuses = self._store.read(self._any_root, ready, deadline_s)
+        root = self._roots.get(pieces[0].chunk.root, self._any_root) if pieces else self._any_root
+        statuses = self._store.read(root, ready, deadline_s)
         self._tally("read", _moved(ready, statuses), statuses)
         return statuses
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
+from headwater.stores.events import Follower
 
 Tiles = npt.NDArray[np.uint8]
 """Bytes of one shard's piece of one chunk: shape (layers, heads, bytes of a tile part), the last axis contiguous."""
@@ -94,6 +95,33 @@ class ChunkInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TierStats:
+    """What one process did with one tier, and whether the tier is in use. Figures of the copying are those of the one
+    process that does it."""
+
+    url: str
+    write: str
+    """How it is filled: `first`, `through`, `back` or `demote`."""
+    hits: int = 0
+    hit_bytes: int = 0
+    misses: int = 0
+    promoted: int = 0
+    """Chunks' pieces that were read here and are in the first tier since."""
+    stored: int = 0
+    stored_bytes: int = 0
+    waiting: int = 0
+    """Chunks known to be missing here, to be copied."""
+    dropped: int = 0
+    """Chunks that were gone from the first tier before they could be copied."""
+    full: int = 0
+    failed: int = 0
+    damaged: int = 0
+    breaker: str = "closed"
+    breaker_trips: int = 0
+    breaker_reason: str = ""
+
+
+@dataclass(frozen=True)
 class StoreStats:
     """A store at one moment. Byte counts are exact; event counts are since the store was created, or since noise in the
     index destroyed them."""
@@ -113,6 +141,8 @@ class StoreStats:
     damaged: int
     aborted: int
     rebuilds: int
+    tiers: tuple[TierStats, ...] = ()
+    """Fastest first; empty where there is one only."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +241,8 @@ class Store(Protocol):
     def run(self, root: RootRef, keys: list[bytes]) -> Run:
         """The longest run of complete chunks. Takes no lock and has no side effects."""
 
-    def exists(self, root: RootRef, chunks: Sequence[ChunkRef]) -> list[bool]:
-        """Whether each chunk is complete."""
+    def exists(self, root: RootRef, chunks: Sequence[ChunkRef], *, anywhere: bool = False) -> list[bool]:
+        """Whether each chunk is complete where chunks are written; with `anywhere`, in any tier."""
 
     def touch(self, key: bytes) -> None:
         """Note a use of this chunk, and so of its prefix."""
@@ -287,6 +317,12 @@ class Store(Protocol):
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """Read every byte and check every invariant; damaged chunks are removed."""
+
+    def follow(self, since: int | None = None) -> Follower:
+        """Events from now on, or after the one numbered `since`. Raises InvalidArgumentError where there are none."""
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until slower tiers have what the first one has now; False where they do not in time."""
 
     def close(self) -> None:
         """Let go. Idempotent."""

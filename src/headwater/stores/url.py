@@ -1,8 +1,12 @@
-"""Store URLs: the one place where they are parsed.
+"""Store URLs: the one place where they are parsed, and where credentials are kept out of what is shown.
 
 memory://?capacity=2GiB
 shm:///headwater?capacity=8GiB
 file:///var/lib/headwater?capacity=200GiB&index=2GiB
+redis://user:password@host:6379/0?ttl=86400            rediss:// for TLS
+mooncake://master:50051?protocol=tcp&segment=4GiB
+
+Several, separated by commas and fastest first, are tiers.
 """
 
 from __future__ import annotations
@@ -10,13 +14,36 @@ from __future__ import annotations
 import posixpath
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import MappingProxyType
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
 from headwater.errors import UrlError
 
-SCHEMES = ("memory", "shm", "file")
+EMBEDDED = ("memory", "shm", "file")
+REMOTE = ("redis", "rediss", "mooncake")
+SCHEMES = (*EMBEDDED, *REMOTE)
 DEFAULT_URL = "shm:///headwater"
+DEFAULT_PORTS = {"redis": 6379, "rediss": 6379, "mooncake": 50051}
+WRITE_MODES = ("back", "through", "demote")
+
+_COMMON = ("deadline", "write")
+_OVER_NETWORK = ("lookup", "piece", "prefix")
+OPTIONS = {
+    **dict.fromkeys(EMBEDDED, ("capacity", "index", "segment", "policy", *_COMMON)),
+    **dict.fromkeys(("redis", "rediss"), ("ttl", "connections", "password_file", "ca", *_OVER_NETWORK, *_COMMON)),
+    "mooncake": (
+        *("protocol", "device", "segment", "buffer", "replicas", "prefer", "metadata", "host", "pin"),
+        *_OVER_NETWORK,
+        *_COMMON,
+    ),
+}
+"""What a URL of each scheme may say."""
+_SIZES = ("capacity", "index", "segment", "buffer", "piece")
+_SECONDS = ("deadline", "lookup", "pin")
+_COUNTS = ("connections", "replicas")
+_MAY_BE_ZERO = ("mooncake", "segment")
+"""A Mooncake client without a segment only uses what others give."""
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -44,11 +71,23 @@ def format_size(num_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """A parsed URL. `options` holds the raw text of each option; readers ask for them by type."""
+    """A parsed URL. `options` holds the raw text of each option; readers ask for them by type.
+
+    Its text never contains the password: it is what logs, statistics and errors show.
+    """
 
     scheme: str
     path: str
     options: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    host: str = ""
+    port: int = 0
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it names a server, and not memory or files of this host."""
+        return self.scheme in REMOTE
 
     def size(self, name: str) -> int | None:
         """A size option, or None where the URL does not give it."""
@@ -64,52 +103,130 @@ class StoreUrl:
             value = float(text)
         except ValueError:
             value = -1.0
-        if not 0 < value < 86400:
+        if not 0 < value <= 86400 * 365:
             raise UrlError(f"option {name}={text!r} must be a positive number of seconds")
         return value
 
+    def count(self, name: str, default: int) -> int:
+        """A whole number of at least one."""
+        text = self.options.get(name)
+        if text is None:
+            return default
+        if not text.isdecimal() or not 0 < int(text) <= 1024:
+            raise UrlError(f"option {name}={text[:32]!r} must be a whole number from 1 to 1024")
+        return int(text)
+
     def __str__(self) -> str:
         query = "&".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.scheme}://{quote(self.path)}" + (f"?{query}" if query else "")
+        place = f"[{self.host}]" if ":" in self.host else self.host
+        place += f":{self.port}" if self.port else ""
+        account = quote(self.user) + (":***" if self.password else "")
+        place = f"{account}@{place}" if account else place
+        return f"{self.scheme}://{place}{quote(self.path)}" + (f"?{query}" if query else "")
 
 
-_OPTIONS = ("capacity", "index", "segment", "policy", "deadline")
+def redact(text: str) -> str:
+    """What may be shown of text in which URLs with accounts may stand. Rather too little than too much: a password
+    that should have been quoted may contain anything."""
+    return re.sub(r"//\S*@", "//***@", text)
+
+
+def split_urls(text: str) -> list[str]:
+    """The URLs of a list of tiers. A comma separates where a scheme follows it."""
+    return [part.strip() for part in re.split(r",\s*(?=[a-z]+://)", text)]
+
+
+def parse_urls(text: str) -> tuple[StoreUrl, ...]:
+    """Parse tiers, fastest first. Raises UrlError for what cannot be, also for an order that cannot."""
+    if not isinstance(text, str) or len(text) > 16384:
+        raise UrlError("store URLs are a string of at most 16384 printable characters")
+    urls = tuple(parse_url(part) for part in split_urls(text))
+    for faster, slower in pairwise(urls):
+        if faster.is_remote and not slower.is_remote:
+            raise UrlError(f"{slower} comes after {faster}; write tiers fastest first, and local before remote")
+        if slower.scheme == "memory":
+            raise UrlError(f"{slower} can only be the first tier: it is private to a process")
+    if len({(url.scheme, url.host, url.port, url.path) for url in urls}) < len(urls):
+        raise UrlError(f"the same store is given twice: {', '.join(map(str, urls))}")
+    return urls
 
 
 def parse_url(text: str) -> StoreUrl:
-    """Parse and check a URL. Raises UrlError naming what was wrong and what is possible."""
+    """Parse and check one URL. Raises UrlError naming what was wrong and what is possible, and never a password."""
     if not isinstance(text, str) or len(text) > 4096 or not text.isprintable():
         raise UrlError("a store URL is a string of at most 4096 printable characters")
+    shown = redact(text)
     try:
         parts = urlsplit(text)
         path = unquote(parts.path, errors="strict")
     except ValueError as error:
-        raise UrlError(f"{text!r} is not a URL: {error}") from error
+        raise UrlError(f"{shown!r} is not a URL: {error}") from error
     if not path.isprintable():
-        raise UrlError(f"{text!r} has control characters in its path")
+        raise UrlError(f"{shown!r} has control characters in its path")
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise UrlError(f"unknown store scheme {parts.scheme!r} in {text!r}; known are {known}")
-    if parts.netloc and parts.scheme == "memory":
-        raise UrlError(f"memory:// has no name, got {text!r}")
-    if parts.netloc:
-        raise UrlError(f"{text!r} names a host; write three slashes, as in {parts.scheme}:///{parts.netloc}…")
+        raise UrlError(f"unknown store scheme {parts.scheme!r} in {shown!r}; known are {known}")
     if parts.fragment:
-        raise UrlError(f"{text!r} has a fragment (#…), which means nothing here")
-    _check_path(parts.scheme, path, text)
+        raise UrlError(f"{shown!r} has a fragment (#…), which means nothing here")
     options: dict[str, str] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in _OPTIONS:
-            raise UrlError(f"unknown option {name!r} in {text!r}; known are {', '.join(_OPTIONS)}")
+        if name not in OPTIONS[parts.scheme]:
+            raise UrlError(f"unknown option {name!r} in {shown!r}; known are {', '.join(OPTIONS[parts.scheme])}")
         if name in options:
-            raise UrlError(f"option {name!r} is given twice in {text!r}")
+            raise UrlError(f"option {name!r} is given twice in {shown!r}")
         options[name] = value
-    url = StoreUrl(parts.scheme, path, MappingProxyType(options))
-    for name in ("capacity", "index", "segment"):
-        if url.size(name) == 0:
-            raise UrlError(f"option {name} in {text!r} must be more than zero")
-    url.seconds("deadline", 1.0)
+    if parts.scheme in REMOTE:
+        url = _parse_remote(parts, path, MappingProxyType(options), shown)
+    else:
+        _check_local(parts, path, shown)
+        url = StoreUrl(parts.scheme, path, MappingProxyType(options))
+    _check_options(url, shown)
     return url
+
+
+def _check_options(url: StoreUrl, shown: str) -> None:
+    for name in _SIZES:
+        if url.size(name) == 0 and (url.scheme, name) != _MAY_BE_ZERO:
+            raise UrlError(f"option {name} in {shown!r} must be more than zero")
+    for name in _SECONDS:
+        url.seconds(name, 1.0)
+    for name in _COUNTS:
+        url.count(name, 1)
+    if url.options.get("ttl") not in (None, "0"):
+        url.seconds("ttl", 1.0)
+    if url.options.get("write", "back") not in WRITE_MODES:
+        raise UrlError(f"option write in {shown!r} must be one of {', '.join(WRITE_MODES)}")
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", url.options.get("prefix", "hw")):
+        raise UrlError(f"option prefix in {shown!r} must be up to 64 letters, digits, '.', '_' and '-'")
+    if url.options.get("prefer", "local") not in ("local", "any"):
+        raise UrlError(f"option prefer in {shown!r} must be local or any")
+    if not re.fullmatch(r"[a-z_]{1,16}", url.options.get("protocol", "tcp")):
+        raise UrlError(f"option protocol in {shown!r} must be tcp or rdma (or what your Mooncake was built with)")
+
+
+def _parse_remote(parts: SplitResult, path: str, options: MappingProxyType[str, str], shown: str) -> StoreUrl:
+    try:
+        host = parts.hostname or ""
+        port = parts.port or (DEFAULT_PORTS[parts.scheme] if host else 0)
+        user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    except ValueError as error:
+        raise UrlError(f"{shown!r}: {error}") from error
+    if not re.fullmatch(r"[A-Za-z0-9._:-]{1,255}", host) and (host or parts.scheme != "mooncake"):
+        raise UrlError(f"{shown!r}: expected {parts.scheme}://HOST:PORT")
+    if parts.scheme == "mooncake":
+        if path not in ("", "/") or user or password:
+            raise UrlError(f"{shown!r}: expected mooncake://MASTER:PORT, without a path or an account")
+    elif not re.fullmatch(r"|/[0-9]{0,5}", path):
+        raise UrlError(f"{shown!r}: expected {parts.scheme}://HOST:PORT/NUMBER, NUMBER being a database")
+    return StoreUrl(parts.scheme, path, options, host, port, user, password)
+
+
+def _check_local(parts: SplitResult, path: str, shown: str) -> None:
+    if parts.netloc and parts.scheme == "memory":
+        raise UrlError(f"memory:// has no name, got {shown!r}")
+    if parts.netloc:
+        raise UrlError(f"{shown!r} names a host; write three slashes, as in {parts.scheme}:///{parts.netloc}…")
+    _check_path(parts.scheme, path, shown)
 
 
 def _check_path(scheme: str, path: str, text: str) -> None:

@@ -27,7 +27,7 @@ class Workers:
         """Calls that have not ended."""
         self._num_late = 0
         """Of those: nobody waits for them any more."""
-        self._queue: queue.SimpleQueue[_Job | None] | None = None
+        self._queue: queue.SimpleQueue[Job | None] | None = None
         self._lock = ForkSafeLock()
 
     def call(self, work: Callable[[], object], deadline: float) -> object:
@@ -37,7 +37,17 @@ class Workers:
                 return None
             if self._num_late:
                 deadline = min(deadline, time.monotonic() + STUCK_PATIENCE_S)
-        job = self._start(work)
+        return self.wait(self._start(work), deadline)
+
+    def begin(self, work: Callable[[], object]) -> Job | None:
+        """Run `work` in a thread while the caller does something else; `wait` for it afterwards. None: hopeless."""
+        with self._lock:
+            if self._num_late >= self._count:
+                return None
+        return self._start(work)
+
+    def wait(self, job: Job, deadline: float) -> object:
+        """The end of what was begun: see `call`."""
         if job.done.wait(max(0.0, deadline - time.monotonic())):
             return job.outcome
         with self._lock:
@@ -59,7 +69,7 @@ class Workers:
                     self._queue.put(None)
                 self._queue = None
 
-    def _start(self, work: Callable[[], object]) -> _Job:
+    def _start(self, work: Callable[[], object]) -> Job:
         with self._lock:
             if self._queue is None:
                 self._queue = queue.SimpleQueue()
@@ -68,19 +78,21 @@ class Workers:
                         target=_serve, args=(self._queue,), name=f"{self._name}-{number}", daemon=True
                     ).start()
             self.jobs += 1
-            job = _Job(work, self._ended)
+            job = Job(work, self._ended)
             self._queue.put(job)
         return job
 
-    def _ended(self, job: _Job) -> None:
+    def _ended(self, job: Job) -> None:
         with self._lock:
             self.jobs -= 1
             self._num_late -= job.is_late
             job.done.set()
 
 
-class _Job:
-    def __init__(self, work: Callable[[], object], ended: Callable[[_Job], None]) -> None:
+class Job:
+    """One call on its way."""
+
+    def __init__(self, work: Callable[[], object], ended: Callable[[Job], None]) -> None:
         self._work = work
         self._ended = ended
         self.outcome: object = None
@@ -95,7 +107,7 @@ class _Job:
         self._ended(self)
 
 
-def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
         del job  # it may hold a large buffer, and the next one may be long in coming

@@ -37,6 +37,7 @@ from headwater.locks import ForkSafeLock
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import Data, FileData, MappedData
 from headwater.stores.embedded.index import Index
+from headwater.stores.embedded.journal import CURSOR_PREFIX, EVENTS_FILE
 from headwater.stores.embedded.layout import (
     HEADER_BYTES,
     INDEX_VERSION,
@@ -217,7 +218,7 @@ def _open_files(url: StoreUrl, directory: str, members: SharedMembers) -> Core:
         os.close(fd)
     index = Index(mapping, geometry)
     data: Data = MappedData(geometry, directory) if url.scheme == "shm" else FileData(geometry, directory)
-    core = Core(str(url), geometry, index, members, data, create_policy(geometry.policy))
+    core = Core(str(url), geometry, index, members, data, create_policy(geometry.policy), directory)
     if not fresh:
         _settle(core)
     return core
@@ -348,7 +349,8 @@ def _check_room(url: StoreUrl, directory: str, geometry: Geometry) -> None:
 def _remove_files(directory: str) -> None:
     """Delete index and segments, and nothing that is not ours."""
     for name in os.listdir(directory):
-        if name in ("index", "index.new") or re.fullmatch(r"data-[0-9a-f]{32}-\d{4,}", name):
+        ours = name in ("index", "index.new", EVENTS_FILE) or name.startswith(CURSOR_PREFIX)
+        if ours or re.fullmatch(r"data-[0-9a-f]{32}-\d{4,}", name):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(directory, name))
 

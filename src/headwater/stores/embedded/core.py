@@ -22,6 +22,7 @@ from headwater.stores.embedded.columns import Columns
 from headwater.stores.embedded.data import Data
 from headwater.stores.embedded.index import Index, IndexDamage
 from headwater.stores.embedded.janitor import Janitor
+from headwater.stores.embedded.journal import Journal
 from headwater.stores.embedded.layout import Geometry, Word
 from headwater.stores.embedded.members import Members
 from headwater.stores.embedded.units import FREE_UNIT
@@ -67,15 +68,25 @@ class Core:
     """Geometry, index, members, data and janitor of one store, as one process sees them."""
 
     def __init__(
-        self, name: str, geometry: Geometry, index: Index, members: Members, data: Data, policy: EvictionPolicy
+        self,
+        name: str,
+        geometry: Geometry,
+        index: Index,
+        members: Members,
+        data: Data,
+        policy: EvictionPolicy,
+        directory: str | None = None,
     ) -> None:
         self.name = name
+        self.directory = directory
+        """Where its files are; None for private memory."""
         self.geometry = geometry
         self.index = index
         self.columns = Columns(index)
         self.members = members
         self.data = data
-        self.janitor = Janitor(geometry, index, members, data, policy)
+        self.journal = Journal(directory, index.words, name.partition(":")[0])
+        self.janitor = Janitor(geometry, index, members, data, policy, self.journal.note)
         self.claims = Claims()
         self.closed = False
         self._users: list[int] = []
@@ -177,6 +188,7 @@ class Core:
             # bytes might go into whatever else gets the same place or the same descriptor.
             log.warning("%s: closed while a late write hangs; its files stay open", self.name)
             return
+        self.journal.close()
         self.index.close()
         self.data.close()
         self.members.close()

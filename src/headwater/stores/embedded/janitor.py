@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -27,10 +27,12 @@ from headwater.stores.embedded.layout import (
     SPACE,
     TOKENS_WORD,
     Geometry,
+    Record,
     Word,
 )
 from headwater.stores.embedded.members import Members
 from headwater.stores.embedded.units import ABSENT_UNIT, FREE_UNIT, USED_UNIT
+from headwater.stores.events import EventKind
 from headwater.stores.policy import EvictionPolicy, Leaves
 
 PENDING_SHARE = 4
@@ -44,12 +46,21 @@ _PLAUSIBLE = 1 << 56
 class Janitor:
     """See the module."""
 
-    def __init__(self, geometry: Geometry, index: Index, members: Members, data: Data, policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        index: Index,
+        members: Members,
+        data: Data,
+        policy: EvictionPolicy,
+        note: Callable[[EventKind, Record | None], None] = lambda kind, record: None,
+    ) -> None:
         self._geometry = geometry
         self._index = index
         self._members = members
         self._data = data
         self._policy = policy
+        self._note = note
         self._candidates: list[tuple[int, int, int]] = []  # heap of (rank, cell, id)
 
     # ---- allocation ---------------------------------------------------------------------------------------------
@@ -121,6 +132,9 @@ class Janitor:
             words[Word.PENDING] -= min(record.length, words[Word.PENDING])
         elif record.kind == CHUNK:
             words[Word.CHUNKS] -= min(1, words[Word.CHUNKS])
+            self._note(EventKind.REMOVED, record)
+        elif record.kind == ROOT:
+            self._note(EventKind.CLEARED, record)
         if index.counts(entry.cell)[0]:
             words[Word.SWEEP] = 1
         self._forget_child(record.parent_cell, record.parent_id)
@@ -292,6 +306,7 @@ class Janitor:
             if not self._readmit(entry, published, keys, places):
                 index.forget(entry.cell)
         words[Word.REBUILDS] += 1
+        self._note(EventKind.CLEARED, None)
 
     def _readmit(self, entry: Entry, published: set[int], keys: set[bytes], places: set[tuple[int, int]]) -> bool:
         """Put one record back in its place; False where it must go. Parents come before their children."""

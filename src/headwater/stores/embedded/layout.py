@@ -51,6 +51,7 @@ class Word:
     SWEEP = 15  # records without a living parent may exist
     STORED_BYTES = 16
     BOOT = 17  # which boot of the machine last opened it
+    EVENTS = 18  # somebody follows: writers note events in the ring
     COUNT = 32
 
     @staticmethod

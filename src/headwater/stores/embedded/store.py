@@ -5,6 +5,7 @@ A thin front: reader, writer and admin do the work, and this keeps the store ope
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headwater.errors import InvalidArgumentError, StoreClosedError
+from headwater.errors import DeadlineError, InvalidArgumentError, StoreClosedError, StoreDamagedError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import (
@@ -35,11 +36,14 @@ from headwater.stores.base import (
 from headwater.stores.embedded.admin import Admin
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import MappedData
+from headwater.stores.embedded.export import Exported, Exporter
 from headwater.stores.embedded.janitor import PENDING_SHARE
+from headwater.stores.embedded.journal import Journal
 from headwater.stores.embedded.layout import Word
 from headwater.stores.embedded.reader import ChunkLease, Reader
 from headwater.stores.embedded.ticket import Ticket, close_all
 from headwater.stores.embedded.writer import Writer
+from headwater.stores.events import EventKind, Follower
 
 DEFAULT_DEADLINE_S = 1.0
 
@@ -55,6 +59,7 @@ class EmbeddedStore:
         self._reader = Reader(core)
         self._writer = Writer(core)
         self._admin = Admin(core, self._reader)
+        self._exporter = Exporter(core, self._reader)
         self.mapped = core.data.mapped
         self.local_index = True
         g = core.geometry
@@ -82,7 +87,7 @@ class EmbeddedStore:
         with self._open():
             return self._reader.run(root, keys)
 
-    def exists(self, root: RootRef, chunks: Sequence[ChunkRef]) -> list[bool]:
+    def exists(self, root: RootRef, chunks: Sequence[ChunkRef], *, anywhere: bool = False) -> list[bool]:
         with self._open():
             return [self._reader.visible(root, chunk) for chunk in chunks]
 
@@ -194,6 +199,53 @@ class EmbeddedStore:
         """Check every invariant of the index (not the stored bytes); what is wrong, in words."""
         with self._open():
             return self._admin.audit()
+
+    # ---- for slower tiers and followers -------------------------------------------------------------------------
+    @property
+    def journal(self) -> Journal:
+        """The store's events."""
+        return self._core.journal
+
+    @property
+    def directory(self) -> str | None:
+        """Where its files are; None for private memory."""
+        return self._core.directory
+
+    def follow(self, since: int | None = None) -> Follower:
+        """The store's events from now on (or from `since`), of all writers, whichever their process."""
+        with self._open() as core:
+            return Follower(core.journal.ring(), since)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Nothing to wait for: there is no slower tier."""
+        return True
+
+    def say(self, kind: EventKind, tier: str, keys: Sequence[bytes]) -> None:
+        """Note in the events what happened in another tier. Late or stuck is no matter."""
+
+        def work() -> None:
+            for key in keys:
+                self._core.journal.say(kind, tier, key)
+
+        with self._open() as core, contextlib.suppress(DeadlineError, StoreDamagedError):
+            core.transact(work, self._deadline(None))
+
+    def tails(self, key: bytes) -> tuple[int, ...]:
+        """Lengths of the newest tails below a chunk or root."""
+        with self._open() as core:
+            entry = core.index.find(key)
+            return () if entry is None else tuple(tokens for tokens in entry.tails if tokens)
+
+    def locate(self, key: bytes) -> tuple[RootRef, ChunkRef] | None:
+        """The names of a complete chunk; chunks before it may still be pending."""
+        with self._open():
+            return self._exporter.locate(key)
+
+    def export(self, key: bytes, deadline_s: float | None = None, *, in_place: bool = True) -> Exported | None:
+        """Open one complete chunk for copying elsewhere; None where it is gone. Release it afterwards. In place, its
+        bytes are not verified: only who stores the checksums with them may ask for that."""
+        with self._open():
+            return self._exporter.export(key, self._deadline(deadline_s), in_place=in_place)
 
     def close(self) -> None:
         release, self._release = self._release, None

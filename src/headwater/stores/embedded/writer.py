@@ -29,6 +29,7 @@ from headwater.stores.embedded.layout import COMPLETE, PENDING, Word
 from headwater.stores.embedded.reader import extent_tiles
 from headwater.stores.embedded.reserver import Reserver
 from headwater.stores.embedded.ticket import Commit, Ticket
+from headwater.stores.events import EventKind
 
 _BATCH_CHUNKS = 64
 _COLUMN_CHUNKS = 4
@@ -316,6 +317,8 @@ class Writer:
         done = self.core.columns.complete(entries)
         if not done:
             return
+        for entry in done:
+            self.core.journal.note(EventKind.STORED, entry.record)
         num_bytes = sum([entry.record.length for entry in done])
         words[Word.PENDING] -= min(num_bytes, words[Word.PENDING])
         words[Word.CHUNKS] += len(done)

@@ -1,0 +1,23 @@
+"""Tenants: what keeps one's keys apart from another's, and from those of anybody who can guess a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+
+def tenant_salt(secret: bytes | None, tenant: bytes) -> bytes:
+    """What goes into every key of a tenant.
+
+    Without a secret it is the tenant's name: whoever knows name, model and prompt can compute the keys, and ask a
+    shared server whether that prompt was ever seen. With one, nobody can who does not have it. All servers that share a
+    pool need the same.
+    """
+    if secret is None:
+        return tenant
+    return hmac.new(secret, b"headwater tenant salt\0" + tenant, hashlib.sha256).digest()
+
+
+def tenant_tag(tenant: bytes) -> str:
+    """How a tenant is named in listings: enough to tell tenants apart, useless for finding their chunks."""
+    return hashlib.sha256(b"headwater tenant\0" + tenant).hexdigest()[:16] if tenant else ""

@@ -1,0 +1,195 @@
+"""Pools by name: one TOML file, or environment variables, for everything that URLs can say.
+
+    [pools]
+    laptop = "shm:///headwater?capacity=2GiB"
+
+    [pools.fleet]
+    tenant_secret_file = "/run/secrets/headwater-tenants"
+
+    [[pools.fleet.tiers]]
+    url = "shm:///headwater"
+    capacity = "8GiB"
+
+    [[pools.fleet.tiers]]
+    url = "redis://cache:6379/0"
+    password_file = "/run/secrets/redis"
+    write = "back"
+
+HEADWATER_CONFIG names the file. HEADWATER_POOL_FLEET holds the URLs of a pool called `fleet`, and goes before the file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from headwater.errors import ConfigError, UrlError
+from headwater.stores.url import OPTIONS, StoreUrl, parse_urls, redact
+
+CONFIG_VARIABLE = "HEADWATER_CONFIG"
+POOL_VARIABLE = "HEADWATER_POOL_"
+SECRET_VARIABLE = "HEADWATER_TENANT_SECRET"
+
+_MOST_BYTES = 1 << 20
+_LEAST_SECRET = 16
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+_POOL_ENTRIES = ("url", "tiers", "tenant_secret_file", "tenant_secret_env")
+_TIER_ENTRIES = ("url", "user", "password_env")
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """One pool: its tiers, and the secret that tenants' salts are made with, if any."""
+
+    name: str
+    urls: tuple[StoreUrl, ...]
+    tenant_secret: bytes | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.urls))
+
+
+def find_pool(text: str, environment: Mapping[str, str] | None = None) -> PoolConfig:
+    """The pool that URLs, or a name in the configuration, stand for. Raises UrlError and ConfigError."""
+    env = os.environ if environment is None else environment
+    if isinstance(text, str) and ("://" in text or not _NAME.fullmatch(text)):
+        return PoolConfig("", parse_urls(text), _secret({}, "", env))
+    variable = POOL_VARIABLE + text.upper().replace("-", "_")
+    if variable in env:
+        try:
+            return PoolConfig(text, parse_urls(env[variable]), _secret({}, "", env))
+        except UrlError as error:
+            raise ConfigError(f"{variable}: {error}") from error
+    path = env.get(CONFIG_VARIABLE)
+    if not path:
+        raise ConfigError(
+            f"{text!r} is neither a URL nor a pool that is known here; set {variable} to its URLs, or "
+            f"{CONFIG_VARIABLE} to a file that has it"
+        )
+    pools = read_config(path, env)
+    if text not in pools:
+        known = ", ".join(sorted(pools)) or "none"
+        raise ConfigError(f"{path} has no pool {text!r}; it has {known}")
+    return pools[text]
+
+
+def read_config(path: str, environment: Mapping[str, str] | None = None) -> dict[str, PoolConfig]:
+    """Every pool of a file. Raises ConfigError with all that is wrong in it, a line for each."""
+    pools, problems = check_config(path, environment)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return pools
+
+
+def check_config(path: str, environment: Mapping[str, str] | None = None) -> tuple[dict[str, PoolConfig], list[str]]:
+    """The pools of a file that can be used, and what is wrong with the others."""
+    env = os.environ if environment is None else environment
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+        if len(raw) > _MOST_BYTES:
+            return {}, [f"{path}: a configuration has at most {_MOST_BYTES} bytes"]
+        data = tomllib.loads(raw.decode("utf-8"))
+    except OSError as error:
+        return {}, [f"{path}: cannot be read: {error.strerror}"]
+    except (tomllib.TOMLDecodeError, UnicodeError) as error:
+        return {}, [f"{path}: is not TOML: {error}"]
+    problems = [f"{path}: unknown section {name!r}; known is pools" for name in data if name != "pools"]
+    sections = data.get("pools", {})
+    if not isinstance(sections, dict):
+        return {}, [*problems, f"{path}: pools must be a table, as in [pools.fleet]"]
+    pools: dict[str, PoolConfig] = {}
+    for name, section in sections.items():
+        where = f"{path}: pools.{name}"
+        try:
+            pools[name] = _read_pool(name, section, where, env)
+        except (UrlError, ConfigError) as error:
+            text = str(error)
+            problems.append(text if text.startswith(where) else f"{where}: {text}")
+    return pools, problems
+
+
+def _read_pool(name: str, section: object, where: str, env: Mapping[str, str]) -> PoolConfig:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: a name is a letter and up to 63 letters, digits, '_' and '-'")
+    if isinstance(section, str):
+        return PoolConfig(name, parse_urls(section), _secret({}, where, env))
+    if not isinstance(section, dict):
+        raise ConfigError(f"{where}: expected URLs, or a table with `url` or `tiers`")
+    for entry in section:
+        if entry not in _POOL_ENTRIES:
+            raise ConfigError(f"{where}: unknown entry {entry!r}; known are {', '.join(_POOL_ENTRIES)}")
+    if ("url" in section) == ("tiers" in section):
+        raise ConfigError(f"{where}: give either `url` or `tiers`")
+    if "url" in section:
+        urls = parse_urls(_text(section, "url", where))
+    else:
+        tiers = section["tiers"]
+        if not isinstance(tiers, list) or not tiers or not all(isinstance(tier, dict) for tier in tiers):
+            raise ConfigError(f"{where}: tiers must be tables, as in [[pools.{name}.tiers]]")
+        urls = parse_urls(",".join(_tier_url(tier, f"{where}.tiers[{i}]", env) for i, tier in enumerate(tiers)))
+    return PoolConfig(name, urls, _secret(section, where, env))
+
+
+def _tier_url(tier: dict[str, Any], where: str, env: Mapping[str, str]) -> str:
+    """A tier's table as a URL: what is not `url`, `user` or `password_env` is one of its options."""
+    url = _text(tier, "url", where)
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in OPTIONS:
+        raise ConfigError(f"{where}: url must begin with one of {', '.join(f'{s}://' for s in OPTIONS)}")
+    account = ""
+    if "user" in tier or "password_env" in tier:
+        variable = tier.get("password_env")
+        if variable is not None and variable not in env:
+            raise ConfigError(f"{where}: password_env names {variable!r}, which is not set")
+        if "@" in rest:
+            raise ConfigError(f"{where}: the account is in the url already")
+        password = f":{quote(env[variable], safe='')}" if variable is not None else ""
+        account = f"{quote(str(tier.get('user', '')), safe='')}{password}@"
+    options = []
+    for name, value in tier.items():
+        if name in _TIER_ENTRIES:
+            continue
+        if name not in OPTIONS[scheme]:
+            known = ", ".join((*_TIER_ENTRIES, *OPTIONS[scheme]))
+            raise ConfigError(f"{where}: unknown entry {name!r}; known are {known}")
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise ConfigError(f"{where}: {name} must be a text or a number")
+        options.append(f"{name}={quote(str(value), safe='/:.')}")
+    joined = "&".join(options)
+    mark = "" if not joined else "&" if "?" in rest else "?"
+    return f"{scheme}://{account}{rest}{mark}{joined}"
+
+
+def _text(table: dict[str, Any], name: str, where: str) -> str:
+    value = table.get(name)
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: {name} must be a text, got {redact(repr(value))[:64]}")
+    return value
+
+
+def _secret(section: dict[str, Any], where: str, env: Mapping[str, str]) -> bytes | None:
+    """The tenants' secret: from a file, from a variable that is named, or from HEADWATER_TENANT_SECRET."""
+    path, variable = section.get("tenant_secret_file"), section.get("tenant_secret_env")
+    if path is not None:
+        try:
+            with open(str(path), "rb") as file:
+                secret = file.read(4096).strip()
+        except OSError as error:
+            raise ConfigError(f"{where}: tenant_secret_file {path!r} cannot be read: {error.strerror}") from error
+    elif variable is not None:
+        if variable not in env:
+            raise ConfigError(f"{where}: tenant_secret_env names {variable!r}, which is not set")
+        secret = env[variable].encode()
+    elif SECRET_VARIABLE in env:
+        secret = env[SECRET_VARIABLE].encode()
+    else:
+        return None
+    if len(secret) < _LEAST_SECRET:
+        raise ConfigError(f"{where or SECRET_VARIABLE}: a tenant secret needs at least {_LEAST_SECRET} bytes")
+    return secret

@@ -1,0 +1,380 @@
+"""`mooncake://`: a Mooncake cluster as a place for chunks, through its own client library.
+
+The library's calls cannot be cancelled and may hang for minutes while a master is away, so they run in threads of
+their own: whoever is late is left behind. Bytes are put straight from the store's mapped memory, which is registered
+once, and arrive in registered blocks of ours (see `staging`); from there they are copied to the caller and verified
+while the next block arrives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headwater.errors import BackendError, DeadlineError, StoreError
+from headwater.locks import ForkSafeLock
+from headwater.stores.base import Status
+from headwater.stores.remote.base import MAX_TAILS, Bytes, Landed, NewManifest, NewObject, Span, Survey, Usage
+from headwater.stores.remote.mooncake_config import MooncakeConfig, own_address
+from headwater.stores.remote.mooncake_stream import Arrived, Stream
+from headwater.stores.remote.staging import Blocks
+from headwater.stores.url import StoreUrl
+from headwater.stores.workers import Workers
+
+log = logging.getLogger("headwater")
+
+_BLOCK_BYTES = 16 << 20
+_BLOCKS = 8
+_THREADS = 6
+_KNOCK_S = 0.5
+_CLOSE_S, _CLOSE_DEADLINE_S = 1.0, 10.0
+_REGISTER_ABOVE = 1 << 20
+
+_NO_ROOM, _RPC_FAILED = (-200, -201), (-900, -901, -1)
+_TAILS = struct.Struct(f"<{MAX_TAILS}I")
+
+
+class MooncakeClient:
+    """One client of one cluster. See `base.ObjectClient`."""
+
+    def __init__(self, url: StoreUrl) -> None:
+        self._name = str(url)
+        self._config = MooncakeConfig.of(url)
+        self._workers = Workers(_THREADS, "headwater-mooncake")
+        self._blocks = Blocks(_BLOCK_BYTES, _BLOCKS, self._register, self._unregister)
+        self._store: Any = None
+        self._replication: Any = None
+        self._registered: dict[int, Any] = {}
+        self._given = False
+        self._wants_to_give = False
+        self._lock = ForkSafeLock()
+        self._setting_up = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
+
+    # ---- finding ------------------------------------------------------------------------------------------------
+    def ping(self, deadline: float) -> None:
+        """See `base.ObjectClient`."""
+        self._knock(deadline)
+        self._exists([f"{self._name}?"], deadline)
+
+    def survey(self, names: Sequence[str], tail_lists: Sequence[str], deadline: float) -> Survey:
+        """See `base.ObjectClient`. Two questions: which manifests, then the tail list where the run ends."""
+        present = self._exists(names, deadline) if names else []
+        tails: list[tuple[int, ...]] = [()] * len(tail_lists)
+        if tail_lists:
+            end = next((i for i, there in enumerate(present) if not there), len(present))
+            tails[end] = self._tails(tail_lists[end], deadline)
+        return Survey(present, tails)
+
+    def _exists(self, names: Sequence[str], deadline: float) -> list[bool]:
+        found = self._call(lambda store: store.batch_is_exist(list(names)), deadline)
+        return [code == 1 for code in self._codes(found, len(names))]
+
+    def fetch(self, names: Sequence[str], limit: int, deadline: float) -> list[bytes | None]:
+        """See `base.ObjectClient`."""
+        if not names:
+            return []
+        values = self._call(lambda store: store.get_batch(list(names)), deadline)
+        if not isinstance(values, list) or len(values) != len(names):
+            self._exists(names[:1], deadline)  # raises where the master is away
+            return [None] * len(names)
+        return [bytes(value) if value and len(value) <= limit else None for value in values]
+
+    def _tails(self, name: str, deadline: float) -> tuple[int, ...]:
+        raw = self.fetch([name], _TAILS.size, deadline)[0]
+        return tuple(n for n in _TAILS.unpack(raw) if n) if raw is not None and len(raw) == _TAILS.size else ()
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+    def read(self, spans: Sequence[Span], deadline: float) -> Iterator[Landed]:
+        """See `base.ObjectClient`. While some batches arrive, one is copied and verified."""
+        stream = Stream(self._ready(deadline), spans, self._blocks, deadline)
+        job = self._workers.begin(stream.work)
+        if job is None:
+            raise BackendError("every thread waits for a call that does not end")
+        try:
+            left = len(spans)
+            while left:
+                arrived = stream.next()
+                yield from self._land(arrived, spans)
+                stream.done_with(arrived)
+                left -= len(arrived.batch.spans)
+        except BaseException:
+            self._workers.wait(job, 0.0)  # from now on it counts as late
+            raise
+        finally:
+            stream.abandon()
+
+    def _land(self, arrived: Arrived, spans: Sequence[Span]) -> Iterator[Landed]:
+        """Copy a batch to its targets one by one: what was copied is still in the cache when it is verified."""
+        (numbers, places), block, codes = arrived
+        for i, at, code in zip(numbers, places, self._codes(codes, len(numbers)), strict=True):
+            if code != spans[i].length:
+                yield Landed(i, range(0))
+                continue
+            for number, target in enumerate(spans[i].targets):
+                np.copyto(target, block[at : at + target.size])
+                at += target.size
+                yield Landed(i, range(number, number + 1))
+
+    # ---- writing ------------------------------------------------------------------------------------------------
+    def write(self, objects: Sequence[NewObject], deadline: float) -> list[Status]:
+        """See `base.ObjectClient`. One batch, straight from where the parts lie."""
+        if not objects:
+            return []
+        self._ready(deadline)
+        names, places, sizes = [], list[list[int]](), list[list[int]]()
+        for new in objects:
+            for part in new.parts:
+                self._register_base(part)
+            names.append(new.name)
+            places.append([part.ctypes.data for part in new.parts])
+            sizes.append([part.nbytes for part in new.parts])
+
+        def put(store: Any, _held: Sequence[NewObject] = objects) -> Any:
+            # Held until the call has ended, however late: the library reads from their memory.
+            if all(len(parts) == 1 for parts in places):
+                return store.batch_put_from(names, [p[0] for p in places], [s[0] for s in sizes], self._replication)
+            return store.batch_put_from_multi_buffers(names, places, sizes, self._replication)
+
+        return [_stored(code) for code in self._codes(self._call(put, deadline), len(objects))]
+
+    def publish(self, manifests: Sequence[NewManifest], deadline: float) -> list[Status]:
+        """See `base.ObjectClient`. Putting what exists changes nothing and says nothing: only a second look tells."""
+        names, values = [new.name for new in manifests], [new.value for new in manifests]
+        code = self._call(lambda store: store.put_batch(names, values, self._replication), deadline)
+        if code in _NO_ROOM:
+            return [Status.FULL] * len(names)
+        if code != 0:
+            raise BackendError(f"Mooncake failed to put: {code}")
+        statuses = []
+        longest = max(len(value) for value in values)
+        for new, stored in zip(manifests, self.fetch(names, max(longest, 1 << 23), deadline), strict=True):
+            statuses.append(Status.OK if stored == new.value else Status.FULL if stored is None else Status.EXISTS)
+            if new.tail_list is not None:
+                self._list_tail(new.tail_list, new.num_tokens, deadline)
+        return statuses
+
+    def _list_tail(self, name: str, num_tokens: int, deadline: float) -> None:
+        """Put a length in front. Two hosts that do so at once may lose one: a tail that is not found, nothing more."""
+        known = self._tails(name, deadline)
+        if known[:1] == (num_tokens,):
+            return
+        lengths = [num_tokens, *(n for n in known if n != num_tokens)][:MAX_TAILS]
+        value = _TAILS.pack(*lengths, *[0] * (MAX_TAILS - len(lengths)))
+        self._call(lambda store: store.upsert(name, value, self._replication), deadline)
+
+    # ---- keeping and forgetting ---------------------------------------------------------------------------------
+    def remove(self, names: Sequence[str], deadline: float) -> None:
+        """See `base.ObjectClient`."""
+        if names:
+            self._codes(self._call(lambda store: store.batch_remove(list(names), True), deadline), len(names))
+
+    def remove_prefix(self, prefix: str, deadline: float) -> int:
+        """See `base.ObjectClient`."""
+        code = self._call(lambda store: store.remove_by_regex(f"^{prefix}.*", True), deadline)
+        if not isinstance(code, int) or code < 0:
+            raise BackendError(f"Mooncake failed to remove: {code}")
+        return code
+
+    def keep(self, names: Sequence[str], pinned: bool, deadline: float) -> None:
+        """See `base.ObjectClient`. To ask for an object is to lease it for a while; pins are made when it is put."""
+        self._exists(names, deadline)
+
+    def scan(self, prefix: str, deadline: float) -> Iterator[str]:
+        """See `base.ObjectClient`."""
+        raise BackendError("Mooncake does not list what it holds")
+
+    def usage(self, deadline: float) -> Usage:
+        """See `base.ObjectClient`: the master's metrics say that, not its clients."""
+        self._exists([f"{self._name}?"], deadline)
+        return Usage(0, 0, 0)
+
+    # ---- the client ---------------------------------------------------------------------------------------------
+    def contribute(self) -> None:
+        """See `base.ObjectClient`."""
+        self._wants_to_give = True
+        if self._store is not None:
+            self._workers.post(self._give)
+
+    def _give(self) -> None:
+        with self._lock:
+            store, size = self._store, self._config.segment_bytes
+            if store is None or self._given or not self._wants_to_give or not size:
+                return
+            self._given = True
+        answer = store.allocate_and_mount_segment(size, self._config.protocol)
+        if answer.get("ret"):
+            log.warning("%s did not take the memory of this host: %s", self._name, answer.get("ret"))
+            self._given = False
+
+    def _ready(self, deadline: float) -> Any:
+        """The library's client. Setting it up takes milliseconds, or minutes where the master is away: nobody waits."""
+        if self._closed:
+            raise StoreError(f"{self._name} was closed")
+        if self._pid != os.getpid():
+            self._begin_anew()
+        if self._store is None:
+            self._knock(deadline)
+            outcome = self._workers.call(self._set_up, deadline)
+            if isinstance(outcome, Exception):
+                raise BackendError(f"Mooncake: {outcome}") from outcome
+            if self._store is None:
+                raise BackendError("Mooncake is still being set up")
+        return self._store
+
+    def _knock(self, deadline: float) -> None:
+        left = min(_KNOCK_S, deadline - time.monotonic())
+        if left <= 0:
+            raise DeadlineError("no time is left")
+        try:
+            socket.create_connection(self._config.master_place, timeout=left).close()
+        except TimeoutError as error:
+            raise DeadlineError(f"the master at {self._config.master} does not answer") from error
+        except OSError as error:
+            raise BackendError(f"no master at {self._config.master}: {error}") from error
+
+    def _set_up(self) -> None:
+        if not self._setting_up.acquire(blocking=False):
+            return
+        try:
+            if self._store is not None:
+                return
+            module = _library()
+            store, c = module.MooncakeDistributedStore(), self._config
+            host = c.host or own_address(c.master_place)
+            code = store.setup(host, c.metadata, 0, c.buffer_bytes, c.protocol, c.device, c.master)
+            if code != 0:
+                raise BackendError(f"the client could not be set up: {code}")
+            replication = module.ReplicateConfig()
+            replication.replica_num = c.replicas
+            if c.prefer_local:
+                replication.preferred_segment = store.get_hostname()
+            if c.pin_s:
+                replication.soft_pin_action = module.SoftPinAction.ENABLE
+                replication.soft_pin_ttl_ms = round(1000 * c.pin_s)
+            self._replication, self._store = replication, store
+            self._give()
+        finally:
+            self._setting_up.release()
+
+    def _begin_anew(self) -> None:
+        """In a forked child, which has none of the library's threads: a client of its own."""
+        _left_behind.append(self._store)  # its destructor would wait for threads that are not there
+        self._pid, self._store, self._given, self._registered = os.getpid(), None, False, {}
+        self._setting_up = threading.Lock()
+        self._workers = Workers(_THREADS, "headwater-mooncake")
+        self._blocks = Blocks(_BLOCK_BYTES, _BLOCKS, self._register, self._unregister)
+
+    def _call(self, work: Callable[[Any], Any], deadline: float) -> Any:
+        store = self._ready(deadline)
+        outcome = self._workers.call(lambda: work(store), deadline)
+        if isinstance(outcome, Exception):
+            raise BackendError(f"Mooncake: {outcome}") from outcome
+        if outcome is None:
+            raise DeadlineError("Mooncake does not answer in time")
+        return outcome
+
+    def _codes(self, found: object, count: int) -> list[int]:
+        codes = found if isinstance(found, list) else [-1] * count
+        if len(codes) != count or (codes and all(code in _RPC_FAILED for code in codes)):
+            raise BackendError(f"the master at {self._config.master} cannot be reached")
+        return codes
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+    def _register(self, block: Bytes) -> None:
+        if self._store is not None:
+            self._store.register_buffer(block.ctypes.data, block.nbytes)
+
+    def _unregister(self, block: Bytes) -> None:
+        if self._store is not None:
+            self._store.unregister_buffer(block.ctypes.data)
+
+    def _register_base(self, part: Bytes) -> None:
+        """Register the whole segment that a part lies in, once. Private memory of callers is not worth it."""
+        base: Any = part
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        address = base.ctypes.data
+        if address in self._registered or base.nbytes < _REGISTER_ABOVE or self._store is None:
+            return
+        if isinstance(base.base, (mmap.mmap, memoryview)):
+            self._registered[address] = base  # keeps it mapped
+            self._store.register_buffer(address, base.nbytes)
+
+    def close(self) -> None:
+        """See `base.ObjectClient`. A call that hangs keeps the client, and the memory that it reads from, until it ends
+        or the process does."""
+        if self._closed:
+            return
+        self._closed = True
+        store, self._store = self._store, None
+        if store is not None and self._pid == os.getpid():
+            client = _OpenClient(store, self._registered, self._workers)
+            if not client.end(_CLOSE_S):
+                _left_behind.append(client)
+        self._registered = {}
+
+
+class _OpenClient(NamedTuple):
+    """What must be ended in order: calls, registrations, the client, threads."""
+
+    store: Any
+    registered: dict[int, Any]
+    workers: Workers
+
+    def end(self, patience_s: float) -> bool:
+        """End it all, if no call hangs for longer than that."""
+        deadline = time.monotonic() + patience_s
+        while self.workers.jobs and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if self.workers.jobs:
+            return False
+        for address in self.registered:
+            with contextlib.suppress(Exception):
+                self.store.unregister_buffer(address)
+        self.workers.call(self.store.close, time.monotonic() + _CLOSE_DEADLINE_S)
+        self.workers.close()
+        return True
+
+
+_left_behind: list[Any] = []
+"""Clients that could not be ended, kept from being destroyed while a call is inside."""
+
+
+@atexit.register
+def _end_left_behind() -> None:
+    """A thread that comes out of the library while the interpreter goes down would take the process with it."""
+    for client in _left_behind:
+        if isinstance(client, _OpenClient):
+            client.end(_CLOSE_DEADLINE_S)
+
+
+def _library() -> Any:
+    try:
+        from mooncake import store
+    except ImportError as error:
+        raise BackendError(
+            f"Mooncake's client cannot be loaded ({error}); pip install 'headwater[mooncake]', and on Debian "
+            "apt-get install libibverbs1 libnuma1 libcurl4"
+        ) from error
+    return store
+
+
+def _stored(code: int) -> Status:
+    if code == 0:
+        return Status.OK
+    if code in _NO_ROOM:
+        return Status.FULL
+    raise BackendError(f"Mooncake refused a write: {code}")

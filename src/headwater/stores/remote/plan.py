@@ -1,0 +1,90 @@
+"""From pieces of chunks to ranges of remote objects, and back: which bytes to ask for, and how each tile is proved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from headwater.kv.format import checksum, gather_part, part_rows
+from headwater.kv.spec import KVSpec
+from headwater.stores.base import Piece, Tiles
+from headwater.stores.remote.base import Bytes, Span
+from headwater.stores.remote.manifest import Manifest, Names
+
+
+class Proof(NamedTuple):
+    """The tiles that one span brings, for one piece of the read, and what their checksums must be."""
+
+    piece: int
+    tiles: list[Bytes]
+    sums: list[int]
+
+    def holds(self, targets: range) -> bool:
+        """Whether these tiles are what was written."""
+        return all(checksum(self.tiles[i]) == self.sums[i] for i in targets)
+
+
+class Plan:
+    """Spans of one read, each with its proof. Pieces of context-parallel readers go through scratch memory."""
+
+    def __init__(self, spec: KVSpec, names: Names) -> None:
+        self._spec = spec
+        self._names = names
+        self.spans: list[Span] = []
+        self.proofs: list[Proof] = []
+        self._scratch: dict[int, Tiles] = {}
+
+    def add(self, number: int, piece: Piece, manifest: Manifest) -> None:
+        """Plan one piece. Neighbouring tiles of one object are one range."""
+        shard, target = piece.shard, piece.tiles
+        if shard.split.parts > 1:
+            shape = (len(shard.layers), len(shard.heads), manifest.tile_bytes)
+            target = self._scratch[number] = np.empty(shape, np.uint8)
+        if not target.size:
+            return
+        width, size, step = manifest.num_heads, manifest.tile_bytes, manifest.layers_per_piece
+        sums = manifest.sums.reshape(-1, width)
+        all_heads = len(shard.heads) == width
+        at: tuple[int, int] | None = None  # (object, layer) that would continue the last span
+        for i, layer in enumerate(shard.layers):
+            held, inside = divmod(layer, step)
+            tiles = [target[i, j] for j in range(len(shard.heads))]
+            expected = sums[layer, shard.heads.start : shard.heads.stop].tolist()
+            if all_heads and at == (held, layer):
+                last, proof = self.spans[-1], self.proofs[-1]
+                length = last.length + len(tiles) * size
+                whole = length == len(manifest.pieces[held]) * width * size
+                self.spans[-1] = last._replace(length=length, is_whole=whole)
+                proof.tiles.extend(tiles)  # the span's targets, too
+                proof.sums.extend(expected)
+            else:
+                offset, length = (inside * width + shard.heads.start) * size, len(tiles) * size
+                whole = not offset and length == len(manifest.pieces[held]) * width * size
+                self.spans.append(Span(self._names.piece(manifest, held), offset, length, tiles, whole))
+                self.proofs.append(Proof(number, tiles, expected))
+            at = (held, layer + 1) if (layer + 1) % step else None
+
+    def settle(self, number: int, piece: Piece) -> None:
+        """Bring what was verified in scratch memory to the caller. Call it for pieces that are OK."""
+        whole = self._scratch.get(number)
+        if whole is None:
+            return
+        chunk, shard = piece.chunk, piece.shard
+        rows = part_rows(shard.split, shard.part, chunk.first_token, chunk.num_tokens)
+        for i in range(whole.shape[0]):
+            for j in range(whole.shape[1]):
+                gather_part(self._spec, whole[i, j], rows, chunk.num_tokens, piece.tiles[i, j])
+
+
+def layers_per_piece(spec: KVSpec, chunk_tokens: int, piece_bytes: int) -> int:
+    """How many layers go into one object: one, or as many as stay within `piece_bytes`."""
+    layer = spec.num_kv_heads * spec.tile_bytes(chunk_tokens)
+    return max(1, min(spec.num_layers, piece_bytes // max(layer, 1)))
+
+
+def tile_sums(tiles: Tiles) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """Checksums of whole tiles in [layer][head] order."""
+    sums: Sequence[int] = [checksum(tiles[i, j]) for i in range(tiles.shape[0]) for j in range(tiles.shape[1])]
+    return np.array(sums, np.uint64)

@@ -1,0 +1,144 @@
+"""Reading from a remote store: manifests, then ranges, each tile verified where it lands while others arrive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from headwater.kv.spec import KVSpec
+from headwater.stores.base import Piece, Run, Status
+from headwater.stores.remote.base import ObjectClient
+from headwater.stores.remote.guard import Guard
+from headwater.stores.remote.manifest import MAX_MANIFEST_BYTES, Manifest, Names
+from headwater.stores.remote.memory import Memory
+from headwater.stores.remote.plan import Plan
+
+_ATTEMPTS = 2
+
+
+class RemoteReader:
+    """The reading half of a remote store."""
+
+    def __init__(self, client: ObjectClient, names: Names, guard: Guard, memory: Memory, lookup_s: float) -> None:
+        self._client = client
+        self._names = names
+        self._guard = guard
+        self._memory = memory
+        self._lookup_s = lookup_s
+
+    # ---- finding ------------------------------------------------------------------------------------------------
+    def run(self, parent: bytes, keys: Sequence[bytes]) -> Run:
+        """The run of `keys` that hang under `parent`, wherever that is stored, and the tails below its end.
+
+        One question to the backend; nothing found where it does not answer in time.
+        """
+        now = time.monotonic()
+        keys = keys[: self._memory.run_limit(keys, now)]
+        names = [self._names.manifest(key) for key in keys]
+        lists = [self._names.tails(key) for key in (parent, *keys)]
+        end = now + self._lookup_s
+        found = self._guard.run("look-up", lambda: self._client.survey(names, lists, end), end)
+        if found is None:
+            return Run(0, ())
+        length = next((i for i, there in enumerate(found.present) if not there), len(keys))
+        if length < len(keys):
+            self._memory.note_absent(keys[length], now)
+        return Run(length, found.tails[length])
+
+    def has(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """Whether each manifest is there; None where the backend does not say so in time."""
+        if not keys:
+            return []
+        end = time.monotonic() + self._lookup_s
+        names = [self._names.manifest(key) for key in keys]
+        found = self._guard.run("look-up", lambda: self._client.survey(names, (), end), end)
+        return None if found is None else found.present
+
+    def manifests(self, keys: Sequence[bytes], known: set[bytes], deadline: float) -> dict[bytes, Manifest | None]:
+        """The manifests of these chunks; those of `known` from memory. Noise under such a name is removed."""
+        found = {key: self._memory.manifest(key) for key in known}
+        missing = [key for key in keys if found.get(key) is None]
+        if not missing:
+            return found
+        raw = self._client.fetch([self._names.manifest(key) for key in missing], MAX_MANIFEST_BYTES, deadline)
+        for key, value in zip(missing, raw, strict=True):
+            found[key] = manifest = None if value is None else Manifest.decode(key, value)
+            if manifest is not None:
+                self._memory.keep(manifest)
+            elif value is not None:
+                self._guard.count(damaged=1)
+                self._client.remove([self._names.manifest(key)], deadline)
+        return found
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+    def read(self, spec: KVSpec, pieces: Sequence[Piece], deadline: float) -> list[Status]:
+        """See `stores.base.Store.read`. Two round trips, one where the manifests are known.
+
+        A second attempt is safe, since reading changes nothing: it is made after an error, and for chunks whose
+        remembered manifest turned out to be an old one.
+        """
+        statuses, wanted = [Status.MISS] * len(pieces), list(range(len(pieces)))
+        for attempt in range(_ATTEMPTS):
+            work = partial(self._read, spec, pieces, tuple(wanted), statuses, deadline, use_memory=attempt == 0)
+            again = self._guard.run("read", work, deadline, retry=False)
+            wanted = wanted if again is None else again
+            if not wanted or time.monotonic() >= deadline or not self._guard.breaker.closed:
+                break
+        if time.monotonic() >= deadline:
+            for i in wanted:
+                statuses[i] = Status.TIMEOUT
+        self._judge(pieces, statuses)
+        good = [piece.tiles.nbytes for piece, status in zip(pieces, statuses, strict=True) if status == Status.OK]
+        self._guard.count(hits=len(good), hit_bytes=sum(good), misses=len(pieces) - len(good))
+        return statuses
+
+    def _read(
+        self,
+        spec: KVSpec,
+        pieces: Sequence[Piece],
+        wanted: Sequence[int],
+        statuses: list[Status],
+        deadline: float,
+        *,
+        use_memory: bool,
+    ) -> list[int]:
+        """One attempt at what is wanted. Returns what is worth another: what an old manifest may have led astray."""
+        keys = list(dict.fromkeys(pieces[i].chunk.key for i in wanted))
+        known = {key for key in keys if use_memory and self._memory.manifest(key) is not None}
+        for i in wanted:
+            statuses[i] = Status.MISS  # until all of it is here and verified, also if this ends early
+        manifests = self.manifests(keys, known, deadline)
+        plan, outcome = Plan(spec, self._names), dict[int, Status]()
+        for i in wanted:
+            manifest = manifests.get(pieces[i].chunk.key)
+            if manifest is not None and manifest.fits(pieces[i].chunk, spec):
+                outcome[i] = Status.OK
+                plan.add(i, pieces[i], manifest)
+        for number, targets in self._client.read(plan.spans, deadline) if plan.spans else ():
+            proof = plan.proofs[number]
+            if not targets:
+                outcome[proof.piece] = max(outcome[proof.piece], Status.MISS)
+            elif not proof.holds(targets):
+                outcome[proof.piece] = Status.DAMAGED
+        for i, status in outcome.items():
+            statuses[i] = status
+            if status == Status.OK:
+                plan.settle(i, pieces[i])
+        again = [i for i in wanted if statuses[i] != Status.OK and pieces[i].chunk.key in known]
+        self._memory.forget({pieces[i].chunk.key for i in again})
+        return again
+
+    def _judge(self, pieces: Sequence[Piece], statuses: Sequence[Status]) -> None:
+        """Take manifests away that promise what is not there any more, or is not what was written."""
+        gone: dict[bytes, Manifest] = {}
+        for piece, status in zip(pieces, statuses, strict=True):
+            manifest = self._memory.manifest(piece.chunk.key)
+            if status in (Status.MISS, Status.DAMAGED) and manifest is not None and piece.chunk.key not in gone:
+                gone[piece.chunk.key] = manifest
+                self._guard.count(damaged=status == Status.DAMAGED, vanished=status == Status.MISS)
+        if gone and self._guard.breaker.closed:
+            names = [name for manifest in gone.values() for name in self._names.all_of(manifest)]
+            deadline = time.monotonic() + self._lookup_s
+            self._guard.run("removal", lambda: self._client.remove(names, deadline), deadline)
+            self._memory.forget(gone)

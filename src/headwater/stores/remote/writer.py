@@ -1,0 +1,134 @@
+"""Writing to a remote store: complete chunks, pieces first and then the manifests that make them visible."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater.kv.hashing import ChunkRef
+from headwater.stores.base import RootRef, Status, Tiles
+from headwater.stores.remote.base import NewManifest, NewObject, ObjectClient
+from headwater.stores.remote.guard import Guard
+from headwater.stores.remote.manifest import GENERATION_BYTES, Manifest, Names
+from headwater.stores.remote.memory import Memory
+from headwater.stores.remote.plan import layers_per_piece, tile_sums
+
+
+class WholeChunk(NamedTuple):
+    """A complete chunk to be stored: its tiles as (layers, heads, tile bytes), and their checksums, if known."""
+
+    root: RootRef
+    chunk: ChunkRef
+    tiles: Tiles
+    sums: npt.NDArray[np.uint64] | None
+
+
+class _Hashing:
+    """Fills in checksums that nobody knows yet, in a thread, until the end of the `with`."""
+
+    def __init__(self, items: Sequence[tuple[Manifest, WholeChunk]]) -> None:
+        self._items = [item for item in items if item[1].sums is None]
+        self._thread = threading.Thread(target=self._run, name="headwater-hashing", daemon=True)
+
+    def _run(self) -> None:
+        for manifest, item in self._items:
+            manifest.sums[:] = tile_sums(item.tiles)
+
+    def __enter__(self) -> None:
+        if self._items:
+            self._thread.start()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._items:
+            self._thread.join()
+
+
+class RemoteWriter:
+    """The writing half of a remote store."""
+
+    def __init__(self, client: ObjectClient, names: Names, guard: Guard, memory: Memory, piece_bytes: int) -> None:
+        self._client = client
+        self._names = names
+        self._guard = guard
+        self._memory = memory
+        self._piece_bytes = piece_bytes
+        self._described: set[bytes] = set()
+
+    def store(self, chunks: Sequence[WholeChunk], deadline: float) -> list[Status]:
+        """Store complete chunks. TIMEOUT where the backend was too slow, BUSY where it could not be used.
+
+        Never tried twice here: whoever has a queue tries again when the breaker is closed.
+        """
+        stored = self._guard.run("write", lambda: self._store(chunks, deadline), deadline, retry=False)
+        if stored is None:
+            return [Status.TIMEOUT if time.monotonic() >= deadline else Status.BUSY] * len(chunks)
+        return stored
+
+    def _store(self, chunks: Sequence[WholeChunk], deadline: float) -> list[Status]:
+        there = self._client.survey([self._names.manifest(c.chunk.key) for c in chunks], (), deadline).present
+        statuses = [Status.EXISTS if present else Status.OK for present in there]
+        new = [i for i, present in enumerate(there) if not present]
+        if not new:
+            return statuses
+        manifests = {i: self._manifest(chunks[i]) for i in new}
+        groups = [self._objects(chunks[i], manifests[i]) for i in new]
+        with _Hashing([(manifests[i], chunks[i]) for i in new]):  # while the bytes are on their way
+            outcome = iter(self._client.write([item for group in groups for item in group], deadline))
+        for i, group in zip(new, groups, strict=True):
+            statuses[i] = max([next(outcome) for _ in group])
+        good = [i for i in new if statuses[i] == Status.OK]
+        if good:
+            self._describe({chunks[i].root.key: chunks[i].root for i in good}, deadline)
+            published = self._client.publish([self._announce(manifests[i]) for i in good], deadline)
+            for i, status in zip(good, published, strict=True):
+                statuses[i] = status
+        orphaned = [name for i in new if statuses[i] != Status.OK for name in self._names.all_of(manifests[i])[1:]]
+        if orphaned:
+            self._client.remove(orphaned, deadline)
+        self._memory.forget([chunks[i].chunk.key for i in new])
+        stored = [manifests[i].num_bytes for i in new if statuses[i] == Status.OK]
+        self._guard.count(stored=len(stored), stored_bytes=sum(stored), full=statuses.count(Status.FULL))
+        return statuses
+
+    def forget_descriptions(self) -> None:
+        """Say again what each root is: the store was emptied."""
+        self._described.clear()
+
+    def _manifest(self, item: WholeChunk) -> Manifest:
+        spec, chunk_tokens = item.root.space.spec, item.root.space.chunk_tokens
+        step = layers_per_piece(spec, chunk_tokens, self._piece_bytes)
+        generation = os.urandom(GENERATION_BYTES)
+        sums = np.zeros(spec.num_tiles, np.uint64) if item.sums is None else item.sums.reshape(-1)
+        return Manifest.of(item.chunk, spec, chunk_tokens, step, generation, time.time_ns(), sums)
+
+    def _objects(self, item: WholeChunk, manifest: Manifest) -> list[NewObject]:
+        objects = []
+        for number, layers in enumerate(manifest.pieces):
+            part = item.tiles[layers.start : layers.stop]
+            whole = part if part.flags.c_contiguous else np.ascontiguousarray(part)
+            objects.append(NewObject(self._names.piece(manifest, number), [whole.reshape(-1)]))
+        return objects
+
+    def _announce(self, manifest: Manifest) -> NewManifest:
+        is_tail = manifest.num_tokens < manifest.chunk_tokens
+        tails = self._names.tails(manifest.parent) if is_tail else None
+        return NewManifest(self._names.manifest(manifest.key), manifest.encode(), tails, manifest.num_tokens)
+
+    def _describe(self, roots: dict[bytes, RootRef], deadline: float) -> None:
+        """Say once what a root is, for listings."""
+        new = {key: root for key, root in roots.items() if key not in self._described}
+        if new:
+            described = [NewManifest(self._names.root(key), _description(root), None, 0) for key, root in new.items()]
+            self._client.publish(described, deadline)
+            self._described |= set(new)
+
+
+def _description(root: RootRef) -> bytes:
+    return json.dumps([json.loads(root.space.payload), json.loads(root.payload)]).encode()

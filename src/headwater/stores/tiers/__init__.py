@@ -1,0 +1,47 @@
+"""Several stores as one pool. `open_tiers` is the factory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+
+from headwater.errors import UrlError
+from headwater.stores.embedded import open_embedded
+from headwater.stores.embedded.journal import CURSOR_PREFIX
+from headwater.stores.remote import open_remote
+from headwater.stores.tiers.lower import LocalTier, LowerTier, RemoteTier
+from headwater.stores.tiers.ownership import Ownership, SoleOwnership
+from headwater.stores.tiers.store import TieredStore
+from headwater.stores.url import StoreUrl
+
+
+def open_tiers(urls: Sequence[StoreUrl], group: int | None = None, *, create: bool = True) -> TieredStore:
+    """Open all tiers. Those of this host must be there or be made; remote ones may be down, and are used when they
+    are up."""
+    first, *rest = urls
+    if first.is_remote:
+        raise UrlError(f"{first} cannot be the first tier; put one of this host before it, such as shm:///headwater")
+    front = open_embedded(first, group, create=create)
+    opened: list[LowerTier] = []
+    try:
+        for url in rest:
+            if url.is_remote:
+                opened.append(RemoteTier(url, open_remote(url)))
+            else:
+                opened.append(LocalTier(url, open_embedded(url, group, create=create)))
+        # Who only looks at a pool that exists neither copies nor gives memory.
+        return TieredStore(front, opened, _ownership(front.directory, rest) if create else None)
+    except BaseException:
+        for tier in opened:
+            tier.store.close()
+        front.close()
+        raise
+
+
+def _ownership(directory: str | None, rest: Sequence[StoreUrl]) -> Ownership | SoleOwnership:
+    """Copying to other tiers is another's business: one file for each combination."""
+    if directory is None:
+        return SoleOwnership()
+    places = "\n".join(f"{u.scheme} {u.host} {u.port} {u.path} {u.options.get('prefix', '')}" for u in rest)
+    return Ownership(os.path.join(directory, CURSOR_PREFIX + hashlib.sha256(places.encode()).hexdigest()[:16]))

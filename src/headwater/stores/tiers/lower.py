@@ -1,0 +1,173 @@
+"""The slower tiers of a pool, embedded or remote, as the two things that use them see them: readers and the copier."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from headwater.kv.topology import whole_shard
+from headwater.locks import ForkSafeLock
+from headwater.stores.base import Piece, RootRef, Run, Status, Store, TierStats
+from headwater.stores.embedded.export import Exported
+from headwater.stores.embedded.store import EmbeddedStore
+from headwater.stores.remote.store import RemoteStore
+from headwater.stores.remote.writer import WholeChunk
+from headwater.stores.url import StoreUrl
+
+_PUT_DEADLINE_S = 10.0
+
+
+class Counts:
+    """Counters of one tier in one process."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = ForkSafeLock()
+
+    def add(self, **amounts: int) -> None:
+        """Count."""
+        with self._lock:
+            self._counts.update(amounts)
+
+    def now(self) -> Counter[str]:
+        """All of them."""
+        with self._lock:
+            return Counter(self._counts)
+
+
+class LowerTier(Protocol):
+    """A tier that is not the first."""
+
+    url: StoreUrl
+    mode: str
+    """How it is filled: see `stores.url.WRITE_MODES`."""
+    counts: Counts
+    keeps_sums: bool
+    """Whether it stores the checksums that it is given, and makes none of its own."""
+
+    @property
+    def store(self) -> Store:
+        """What it is made of."""
+
+    @property
+    def usable(self) -> bool:
+        """False while its breaker is open."""
+
+    def own(self) -> None:
+        """This process has become the one that copies to it."""
+
+    def run_from(self, root: RootRef, keys: list[bytes], start: int) -> Run:
+        """How far the run goes that stands at `start`, and the tails where it ends."""
+
+    def missing(self, keys: Sequence[bytes]) -> list[bytes] | None:
+        """Which of these chunks are not here; None where nobody can say now."""
+
+    def put(self, chunks: Sequence[Exported]) -> list[Status]:
+        """Copy complete chunks here, parents first."""
+
+    def stats(self, waiting: int) -> TierStats:
+        """Figures of this tier."""
+
+
+class LocalTier:
+    """An embedded store below another one: files below shared memory."""
+
+    keeps_sums = False
+
+    def __init__(self, url: StoreUrl, store: EmbeddedStore) -> None:
+        self.url = url
+        self.store = store
+        self.mode = url.options.get("write", "back")
+        self.counts = Counts()
+
+    usable = True
+
+    def own(self) -> None:
+        """See `LowerTier`."""
+
+    def run_from(self, root: RootRef, keys: list[bytes], start: int) -> Run:
+        """See `LowerTier`."""
+        run = self.store.run(root, keys)
+        return run if run.length >= start else Run(start, ())
+
+    def missing(self, keys: Sequence[bytes]) -> list[bytes] | None:
+        """See `LowerTier`."""
+        return [key for key in keys if self.store.locate(key) is None]
+
+    def put(self, chunks: Sequence[Exported]) -> list[Status]:
+        """See `LowerTier`. They are hashed anew on the way."""
+        statuses = []
+        for item in chunks:
+            piece = Piece(item.chunk, whole_shard(item.root.space.spec), item.tiles)
+            statuses += self.store.write(item.root, [piece], _PUT_DEADLINE_S)
+        _tally(self.counts, chunks, statuses)
+        return statuses
+
+    def stats(self, waiting: int) -> TierStats:
+        """See `LowerTier`."""
+        return _stats(self, waiting, self.counts.now(), damaged=self.store.stats().damaged)
+
+
+class RemoteTier:
+    """A store of many hosts below those of this one."""
+
+    keeps_sums = True
+
+    def __init__(self, url: StoreUrl, store: RemoteStore) -> None:
+        self.url = url
+        self.store = store
+        self.mode = url.options.get("write", "back")
+        self.counts = Counts()
+
+    @property
+    def usable(self) -> bool:
+        """See `LowerTier`."""
+        return self.store.breaker.closed
+
+    def own(self) -> None:
+        """See `LowerTier`."""
+        self.store.contribute()
+
+    def run_from(self, root: RootRef, keys: list[bytes], start: int) -> Run:
+        """See `LowerTier`. One question for the rest of the prompt."""
+        run = self.store.run_from(keys[start - 1] if start else root.key, keys[start:])
+        return Run(start + run.length, run.tails)
+
+    def missing(self, keys: Sequence[bytes]) -> list[bytes] | None:
+        """See `LowerTier`."""
+        there = self.store.has(keys)
+        return None if there is None else [key for key, found in zip(keys, there, strict=True) if not found]
+
+    def put(self, chunks: Sequence[Exported]) -> list[Status]:
+        """See `LowerTier`."""
+        whole = [WholeChunk(item.root, item.chunk, item.tiles, item.sums) for item in chunks]
+        statuses = self.store.store(whole, time.monotonic() + _PUT_DEADLINE_S)
+        _tally(self.counts, chunks, statuses)
+        return statuses
+
+    def stats(self, waiting: int) -> TierStats:
+        """See `LowerTier`."""
+        theirs, breaker = self.store.counts(), self.store.breaker.stats()
+        return _stats(
+            self,
+            waiting,
+            self.counts.now(),
+            damaged=theirs["damaged"],
+            failed=theirs["failed"],
+            breaker=breaker.state,
+            breaker_trips=breaker.trips,
+            breaker_reason=breaker.reason,
+        )
+
+
+def _tally(counts: Counts, chunks: Sequence[Exported], statuses: Sequence[Status]) -> None:
+    stored = [item.tiles.nbytes for item, status in zip(chunks, statuses, strict=True) if status == Status.OK]
+    counts.add(stored=len(stored), stored_bytes=sum(stored), full=statuses.count(Status.FULL))
+
+
+def _stats(tier: LowerTier, waiting: int, counts: Counter[str], **more: int | str) -> TierStats:
+    names = ("hits", "hit_bytes", "misses", "promoted", "stored", "stored_bytes", "dropped", "full")
+    figures: dict[str, int | str] = {name: counts[name] for name in names}
+    return TierStats(str(tier.url), tier.mode, waiting=waiting, **figures, **more)  # type: ignore[arg-type]

@@ -1,0 +1,74 @@
+"""Which process copies a store's chunks to slower tiers, and how far it has come, known to all processes of the host.
+
+One file beside the store: whoever holds its lock copies; the operating system releases the lock when that process
+dies, and another takes over. In it stands the last event whose consequences are all in the slower tiers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+
+_FLOCK = struct.Struct("hhqqi")
+_POSITION = struct.Struct("<Q")
+
+
+class Ownership:
+    """This process's hand on the file. Not thread-safe, except for `position`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.held = False
+
+    def take(self) -> bool:
+        """Try to become the one; True if this process is."""
+        if not self.held:
+            try:
+                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+                self.held = True
+            except (BlockingIOError, PermissionError):
+                return False
+        return True
+
+    @property
+    def position(self) -> int:
+        """The last event that is done with."""
+        raw = os.pread(self._fd, _POSITION.size, 8)
+        return _POSITION.unpack(raw)[0] if len(raw) == _POSITION.size else 0
+
+    def advance(self, position: int) -> None:
+        """Note how far the copying has come."""
+        os.pwrite(self._fd, _POSITION.pack(position), 8)
+
+    def after_fork(self) -> None:
+        """In a forked child: a description of its own, without the parent's lock."""
+        old, self._fd = self._fd, os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.close(old)
+        self.held = False
+
+    def close(self) -> None:
+        """Give it up."""
+        os.close(self._fd)
+
+
+class SoleOwnership:
+    """The same for a store in private memory, which nobody else can copy."""
+
+    held = True
+    position = 0
+
+    def take(self) -> bool:
+        """See `Ownership`."""
+        return True
+
+    def advance(self, position: int) -> None:
+        """See `Ownership`."""
+        self.position = position
+
+    def after_fork(self) -> None:
+        """See `Ownership`."""
+
+    def close(self) -> None:
+        """See `Ownership`."""
