@@ -18,17 +18,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from headwater.connector.scheduler import SchedulerHalf
+from headwater.connector.stats import TransferStats
+from headwater.integrations.vllm.clock import ThreadClock, timed
 from headwater.integrations.vllm.declined import DeclinedError
+from headwater.integrations.vllm.events import Events, NoEvents
 from headwater.integrations.vllm.messages import Greeting, StepOrders, StepReport
 from headwater.integrations.vllm.options import read_options
 from headwater.integrations.vllm.scheduling import Scheduling
 from headwater.integrations.vllm.startup import Membership, new_epoch, start_scheduling, start_working
+from headwater.integrations.vllm.stats import Differences, HeadwaterPromMetrics, HeadwaterStats
 from headwater.integrations.vllm.working import Idle, Working
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -50,11 +56,18 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._member: Membership | None = None
         self._scheduling: Scheduling | None = None
         self._working: Working | Idle = Idle("its caches are not there yet", 1, self._options.connector.load_mode)
-        self._orders: StepOrders | None = None
+        events = vllm_config.kv_events_config
+        self._events = Events() if events is not None and events.enable_kv_cache_events else NoEvents()
+        self._differences = Differences()
+        self._threads = ThreadClock()
+        self.step_seconds = 0.0
+        """Time of the thread that runs the model, spent here since the start."""
         if role == KVConnectorRole.SCHEDULER:
             self._set_failure_policy()
             try:
-                self._scheduling, self._member = start_scheduling(vllm_config, kv_cache_config, self._options)
+                self._scheduling, self._member = start_scheduling(
+                    vllm_config, kv_cache_config, self._options, self._events
+                )
             except DeclinedError as error:
                 log.warning("Headwater is off: %s", error)
 
@@ -118,10 +131,12 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Begin an epoch of this server's own: nobody else's chunks are touched, and none of them is used again."""
         if self._scheduling is not None and self._member is not None:
-            epoch = new_epoch()
-            half = SchedulerHalf(self._member.space(epoch), self._options.connector)
-            self._scheduling.start_epoch(half, epoch)
+            self._scheduling.start_epoch(self._member.space(new_epoch()))
         return True
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Chunks that can be found now, and some that are gone."""
+        return self._events.take()
 
     def _switch_off(self, reason: str) -> None:
         log.warning("Headwater is off: %s", reason)
@@ -156,20 +171,23 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether this worker takes part."""
         return Greeting(self._working.reason if isinstance(self._working, Idle) else "")
 
+    @timed
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first thing of every step: take what is to be saved, before anything is written."""
         assert isinstance(kv_connector_metadata, StepOrders)
         orders = kv_connector_metadata
         if self._member is not None and isinstance(self._working, Working) and orders.epoch != self._working.epoch:
-            self._working.enter(self._member.space(orders.epoch), orders.epoch)
+            self._working.enter(self._member.space(orders.epoch))
         self._working.save(orders)
 
+    @timed
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start the loads."""
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
         self._working.load(orders)
 
+    @timed
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for one layer, where loads go along with the step."""
         from vllm.model_executor.models.utils import extract_layer_index
@@ -179,10 +197,12 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Saves are taken with the next step."""
 
+    @timed
     def wait_for_save(self) -> None:
         """Nothing is under way that a block would have to wait for."""
         self._working.end_step()
 
+    @timed
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that have ended."""
         return KVConnectorTransferResults(finished_recving=self._working.take_finished())
@@ -195,6 +215,25 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         """What the scheduler's side should know."""
         return self._working.take_report()
 
+    def get_kv_connector_stats(self) -> HeadwaterStats | None:
+        """What has been moved since the last call: bytes by the workers, tokens by the scheduler's side."""
+        if self.role == KVConnectorRole.SCHEDULER:
+            side = self._scheduling
+            counts = (0, 0) if side is None else (side.num_loaded_tokens, side.num_failed_loads)
+            return self._differences.since(dict(zip(("loaded_tokens", "failed_loads"), counts, strict=True)))
+        moved: TransferStats = self._working.stats()
+        return self._differences.since(
+            {
+                "loaded_bytes": moved.loaded_bytes,
+                "saved_bytes": moved.saved_bytes,
+                "load_seconds": moved.load_seconds,
+                "dropped_chunks": moved.num_dropped,
+                "damaged_chunks": moved.num_damaged,
+                "step_seconds": self.step_seconds,
+                "thread_seconds": self._threads.seconds(),
+            }
+        )
+
     def shutdown(self) -> None:
         """Finish what is being saved."""
         self._working.close()
@@ -204,3 +243,19 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """A load that goes layer by layer must be waited for between the layers."""
         return extra_config.get("load_mode") == "layerwise"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HeadwaterStats:
+        """Statistics that were on their way between processes."""
+        return HeadwaterStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> HeadwaterPromMetrics:
+        """Counters for vLLM's /metrics."""
+        return HeadwaterPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -16,8 +16,10 @@ import numpy as np
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job
 from headwater.connector.scheduler import SchedulerHalf
+from headwater.integrations.vllm.events import Events, NoEvents
 from headwater.integrations.vllm.inputs import Adapters, Inputs, request_inputs
 from headwater.integrations.vllm.messages import LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.pool.space import Space
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,9 @@ class _Tracked:
 
     request: Any
     inputs: Inputs | None
+    """None: it is served without the pool."""
     half: SchedulerHalf
-    epoch: int
+    space: Space
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     """After the last step that was ordered."""
@@ -50,21 +53,14 @@ class Scheduling:
     """One server's requests and the pool. The scheduler's thread calls it."""
 
     def __init__(
-        self,
-        half: SchedulerHalf,
-        config: ConnectorConfig,
-        *,
-        epoch: int,
-        block_size: int,
-        chunk_tokens: int,
-        num_ranks: int,
+        self, space: Space, config: ConnectorConfig, events: Events | NoEvents, *, block_size: int, num_ranks: int
     ) -> None:
-        self._half = half
         self._config = config
-        self._epoch = epoch
         self._block_size = block_size
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = space.chunk_tokens
         self._num_ranks = num_ranks
+        self._events = events
+        self._enter(space)
         self._adapters = Adapters()
         self._tracked: dict[str, _Tracked] = {}
         self._orders = StepOrders()
@@ -125,7 +121,7 @@ class Scheduling:
                 self._save(tracked, num_computed, ends=False)
             tracked.num_computed = num_computed + num_scheduled
         orders, self._orders = self._orders, StepOrders()
-        orders.epoch = self._epoch
+        orders.epoch = self._space.identity.epoch
         orders.is_idle = not step.total_num_scheduled_tokens
         orders.recovered_blocks, self._recovered = frozenset(self._recovered), set()
         return orders
@@ -153,18 +149,22 @@ class Scheduling:
                 del self._ended[request_id]
                 self._end_load(request_id, min(ranks))
 
-    def start_epoch(self, half: SchedulerHalf, epoch: int) -> None:
+    def start_epoch(self, space: Space) -> None:
         """From now on KV of other weights is computed. What is under way is neither saved nor loaded any more."""
-        self._half, self._epoch = half, epoch
+        self._enter(space)
         for tracked in self._tracked.values():
             tracked.may_save = tracked.may_load = False
 
     # ---- helpers ------------------------------------------------------------------------------------------------
+    def _enter(self, space: Space) -> None:
+        self._space = space
+        self._half = SchedulerHalf(space, self._config)
+
     def _track(self, request: Any) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             inputs = request_inputs(request, self._adapters)
-            tracked = _Tracked(request, inputs, self._half, self._epoch, next_save=self._chunk_tokens)
+            tracked = _Tracked(request, inputs, self._half, self._space, next_save=self._chunk_tokens)
             self._tracked[request.request_id] = tracked
             if inputs is not None:
                 tokens, (tenant, adapter, extras) = request.all_token_ids, inputs
@@ -198,6 +198,8 @@ class Scheduling:
         )
         if job is not None:
             self._orders.saves.append(SaveOrder(job, tracked.inputs.tenant, tracked.inputs.adapter))
+            lora = request.lora_request
+            self._events.saved(tracked.space, job.chunks, request.all_token_ids, lora.lora_name if lora else None)
 
     def _end_load(self, request_id: str, num_chunks: int) -> None:
         tracked = self._tracked.get(request_id)

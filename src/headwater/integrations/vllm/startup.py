@@ -8,9 +8,9 @@ import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.connector.scheduler import SchedulerHalf
 from headwater.errors import HeadwaterError
 from headwater.integrations.vllm.declined import DeclinedError
+from headwater.integrations.vllm.events import Events, NoEvents
 from headwater.integrations.vllm.identity import name_weights, server_identity, server_spec, writer_group
 from headwater.integrations.vllm.layout import layer_tensors
 from headwater.integrations.vllm.options import Options
@@ -57,16 +57,16 @@ def join(config: Any, cache: Any, options: Options, weights: str) -> Membership:
     return member
 
 
-def start_scheduling(config: Any, cache: Any, options: Options) -> tuple[Scheduling, Membership]:
+def start_scheduling(
+    config: Any, cache: Any, options: Options, events: Events | NoEvents
+) -> tuple[Scheduling, Membership]:
     """The scheduler's side. Raises DeclinedError."""
     member = join(config, cache, options, name_weights(config, options))
-    epoch = member.identity.epoch
     scheduling = Scheduling(
-        SchedulerHalf(member.space(epoch), options.connector),
+        member.space(member.identity.epoch),
         options.connector,
-        epoch=epoch,
+        events,
         block_size=_block_size(cache),
-        chunk_tokens=options.chunk_tokens,
         num_ranks=config.parallel_config.world_size,
     )
     log.info("Headwater: %s shares KV of %s", options.connector.pool, member.identity)
@@ -83,7 +83,7 @@ def start_working(config: Any, cache: Any, options: Options, kv_caches: dict[str
     view = prove_view(spec, shard, tensors, layers, attention)
     member = join(config, cache, options, weights)
     working = Working(options.connector, shard, view, block_size=_block_size(cache))
-    working.enter(member.space(member.identity.epoch), member.identity.epoch)
+    working.enter(member.space(member.identity.epoch))
     return working, member
 
 

@@ -44,7 +44,6 @@ class Working:
         self._ratio = block_size // view.block_size
         self._half: WorkerHalf | None = None
         self._space: Space | None = None
-        self._epoch: int | None = None
         self._loads: dict[str, LoadOrder] = {}
         self._arrived: deque[Loaded] = deque()
         self._arrival = threading.Condition()
@@ -55,18 +54,18 @@ class Working:
         """Blocks with a failed load that the scheduler has not heard of: what was computed from them is wrong."""
         self.num_spoiled_saves = 0
 
-    def enter(self, space: Space, epoch: int) -> None:
+    def enter(self, space: Space) -> None:
         """Use this space from now on."""
         if self._half is not None:
             self._half.close()
         with _all_cores():
             self._half = WorkerHalf(space, self._view, self._shard, self._config, self._arrive)
-        self._space, self._epoch = space, epoch
+        self._space = space
 
     @property
     def epoch(self) -> int | None:
         """The epoch of the space in use."""
-        return self._epoch
+        return None if self._space is None else self._space.identity.epoch
 
     # ---- a step -------------------------------------------------------------------------------------------------
     def save(self, orders: StepOrders) -> None:

@@ -1,7 +1,7 @@
-"""One vLLM engine in a process of its own, driven by lines of JSON: what the tests and the benchmark talk to.
+"""One vLLM engine in a process of its own, driven by lines of JSON: what the benchmark, and the tests, talk to.
 
-`python engine_process.py` reads one line of settings and then one command a line; every answer is one line that begins
-with `@`. It imports no test code, and runs wherever vLLM is installed.
+It reads one line of settings and then one command a line; every answer is one line that begins with `@`.
+`vllm_engine` is the other side.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import sys
 import time
 from typing import Any
 
-TEXT_METRICS = ("vllm:external_prefix_cache_hits", "vllm:external_prefix_cache_queries", "vllm:prefix_cache_hits")
+EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
+LOCAL_HITS = "vllm:prefix_cache_hits"
 
 
 def answer(value: Any) -> None:
+    """Say one thing to whoever drives this process."""
     sys.stdout.write("@" + json.dumps(value) + "\n")
     sys.stdout.flush()
 
@@ -58,8 +60,8 @@ class Commands:
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
-            "external": after[TEXT_METRICS[0]] - before[TEXT_METRICS[0]],
-            "local": after[TEXT_METRICS[2]] - before[TEXT_METRICS[2]],
+            "external": after.get(EXTERNAL_HITS, 0.0) - before.get(EXTERNAL_HITS, 0.0),
+            "local": after.get(LOCAL_HITS, 0.0) - before.get(LOCAL_HITS, 0.0),
             "seconds": seconds,
         }
 
@@ -75,12 +77,9 @@ class Commands:
                 found[metric.name] = found.get(metric.name, 0.0) + float(metric.value)
         return found
 
-    def time_to_first(self, prompt: list[int]) -> float:
-        """Seconds to one token."""
-        return float(self.generate([prompt], max_tokens=1)["seconds"])
-
 
 def main() -> None:
+    """Start the engine, then do what is asked until the input ends."""
     settings = json.loads(sys.stdin.readline())
     os.environ.update({name: str(value) for name, value in settings.pop("environment", {}).items()})
     try:

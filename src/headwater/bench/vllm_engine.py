@@ -1,4 +1,4 @@
-"""Engines for the tests: started, asked and ended, each in a process group of its own."""
+"""vLLM engines: started, asked and ended, each in a process group of its own. `vllm_process` is the other side."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-SRC = HERE.parents[1] / "src"
+SRC = Path(__file__).resolve().parents[2]
 START_S = 240.0
 ANSWER_S = 240.0
 OMP_BINDS = {1: None, 2: "0|1", 3: "0|1|1"}
+"""Which cores the ranks of a CPU engine compute on, by how many there are: two cores are enough for three."""
 
 
 class EngineProcess:
     """One engine. Every wait has a limit, and what it printed is in `log`."""
 
     def __init__(self, log: Path, settings: dict[str, Any]) -> None:
+        settings = dict(settings)
         self.log = log
         self._stderr = log.open("a")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])}
         environment |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         environment |= {name: str(value) for name, value in settings.pop("environment", {}).items()}
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine_process.py")],
+            [sys.executable, "-P", "-m", "headwater.bench.vllm_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
