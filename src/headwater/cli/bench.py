@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headwater.cli.bench_vllm import bench_vllm
 from headwater.cli.engine_options import needs_extra
 
 bench_app = typer.Typer(help="Measure Headwater on this machine.", no_args_is_help=True, add_completion=False)
@@ -124,6 +125,9 @@ def bench_ttft(
         print_json(_rounded(report))
     else:
         _print_ttft(report)
+
+
+bench_app.command("vllm")(bench_vllm)
 
 
 def _note(text: str) -> None:
