@@ -110,6 +110,7 @@ def _start(path: Path, log: Path, variant: Variant, longest: int, gib: int) -> I
         "model": str(path),
         "block_size": BLOCK_SIZE,
         "max_model_len": longest + 256,
+        "max_num_batched_tokens": longest + 256,  # ExampleConnector cannot save prompts that are computed in parts
         "environment": {"VLLM_CPU_KVCACHE_SPACE": str(2 * gib), **variant.environment},
     }
     if variant.transfer is not None:
