@@ -62,7 +62,8 @@ class BenchModel:
             tie_word_embeddings=True,
         )
         torch.manual_seed(0)
-        transformers.Qwen3ForCausalLM(config).float().save_pretrained(directory)
+        make: Any = transformers.Qwen3ForCausalLM
+        make(config).float().save_pretrained(directory)
         return directory
 
 

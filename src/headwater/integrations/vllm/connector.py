@@ -7,6 +7,7 @@ goes on without it.
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -145,9 +146,16 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def _set_failure_policy(self) -> None:
         """vLLM fails requests whose load failed unless it is told otherwise; a pool's failure is only a miss."""
         transfer = self._kv_transfer_config
-        if self._options.load_failure_policy == "recompute" and transfer.kv_load_failure_policy != "recompute":
-            transfer.kv_load_failure_policy = "recompute"
-            log.info("Headwater: kv_load_failure_policy is set to recompute: what the pool cannot give is computed")
+        if self._options.load_failure_policy != "recompute" or transfer.kv_load_failure_policy == "recompute":
+            return
+        if _is_inside("MultiConnector"):
+            log.warning(
+                "Headwater cannot set kv_load_failure_policy from inside MultiConnector; set it to recompute there, or "
+                "requests fail when the pool does"
+            )
+            return
+        transfer.kv_load_failure_policy = "recompute"
+        log.info("Headwater: kv_load_failure_policy is set to recompute: what the pool cannot give is computed")
 
     # ---- a worker's side ----------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -259,3 +267,13 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> HeadwaterPromMetrics:
         """Counters for vLLM's /metrics."""
         return HeadwaterPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _is_inside(class_name: str) -> bool:
+    """Whether an object of that class is making this one: it does not say so, and its settings are not ours to set."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if type(frame.f_locals.get("self")).__name__ == class_name:
+            return True
+    return False

@@ -80,7 +80,7 @@ class Scheduling:
         tracked = self._track(request)
         if tracked.inputs is None or not tracked.may_load:
             return 0
-        num_tokens = request.num_tokens
+        num_tokens: int = request.num_tokens
         num_matched = tracked.half.num_matched(request.request_id, request.all_token_ids, num_tokens)
         # The last token is computed in any case: the next one is sampled from it.
         num_new = min(num_matched, num_tokens - 1) - num_computed

@@ -4,7 +4,7 @@ Prometheus counters.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter
@@ -27,6 +27,8 @@ METRICS = {
 @dataclass
 class HeadwaterStats(KVConnectorStats):
     """Sums, by the names in `METRICS`; what is 0 is left out."""
+
+    data: dict[str, float] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Begin again."""
