@@ -75,7 +75,9 @@ def test_a_role_is_needed() -> None:
 
 def request(**changes: Any) -> Any:
     fields: dict[str, Any] = {"cache_salt": None, "lora_request": None, "mm_features": [], "prompt_embeds": None}
-    return SimpleNamespace(**{**fields, "prompt_is_token_ids": None, "num_prompt_tokens": 4, **changes})
+    return SimpleNamespace(
+        **{**fields, "prompt_is_token_ids": None, "num_prompt_tokens": 4, "resumable": False, **changes}
+    )
 
 
 def image(identifier: str | None, offset: int = 1) -> Any:
@@ -104,6 +106,10 @@ def test_everything_that_changes_kv_changes_the_name() -> None:
     assert None not in inputs
     assert len(set(inputs)) == len(inputs)
     assert request_inputs(request(), Adapters()) == Inputs()
+
+
+def test_a_session_that_takes_tokens_back_is_private() -> None:
+    assert request_inputs(request(resumable=True), Adapters()) is None
 
 
 def test_an_image_without_a_hash_makes_a_request_private() -> None:

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from headwater.connector.stats import TransferStats
 from headwater.integrations.vllm.clock import ThreadClock, timed
-from headwater.integrations.vllm.declined import DeclinedError
+from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import Events, NoEvents
 from headwater.integrations.vllm.messages import Greeting, StepOrders, StepReport
 from headwater.integrations.vllm.options import read_options
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(LOGGER)
 
 
 class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
@@ -172,7 +172,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _decline(self, reason: str) -> None:
         log.warning("Headwater is off in this worker: %s", reason)
-        size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        groups = self._kv_cache_config.kv_cache_groups
+        size = groups[0].kv_cache_spec.block_size if groups else 1
         self._working = Idle(reason, size, self._options.connector.load_mode)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

@@ -49,15 +49,16 @@ class Events:
                 token_ids = list(tokens[chunk.first_token : chunk.first_token + chunk.num_tokens])
                 self._pending.append(_Saved(space, chunk, token_ids, lora_name, now))
 
-    def take(self) -> Iterator[KVCacheEvent]:
+    def take(self) -> list[KVCacheEvent]:
         """What has happened since the last call. Costs nothing most of the time."""
-        now = time.monotonic()
+        now, found = time.monotonic(), list[KVCacheEvent]()
         if self._pending and now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
-            yield from self._stored(now)
+            found += self._stored(now)
         if self._announced and now >= self._next_sweep:
             self._next_sweep = now + SWEEP_EVERY_S
-            yield from self._removed()
+            found += self._removed()
+        return found
 
     def _stored(self, now: float) -> Iterator[KVCacheEvent]:
         for _ in range(len(self._pending)):
@@ -103,6 +104,6 @@ class NoEvents:
     def saved(self, space: Space, chunks: Sequence[ChunkRef], tokens: Sequence[int], lora_name: str | None) -> None:
         """Nothing to remember."""
 
-    def take(self) -> Iterator[KVCacheEvent]:
+    def take(self) -> list[KVCacheEvent]:
         """Nothing to tell."""
-        return iter(())
+        return []

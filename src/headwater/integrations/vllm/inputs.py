@@ -43,7 +43,12 @@ class Adapters:
 
 
 def request_inputs(request: Any, adapters: Adapters) -> Inputs | None:
-    """The inputs of a vLLM request; None where one of them has no certain name."""
+    """The inputs of a vLLM request; None where one of them has no certain name.
+
+    Nor has a session that takes further input while it runs: vLLM takes tokens of it back.
+    """
+    if request.resumable:
+        return None
     adapter = b""
     if request.lora_request is not None:
         try:

@@ -7,7 +7,6 @@ blocks to others at once, since they are read before they are written.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +19,6 @@ from headwater.integrations.vllm.events import Events, NoEvents
 from headwater.integrations.vllm.inputs import Adapters, Inputs, request_inputs
 from headwater.integrations.vllm.messages import LoadOrder, SaveOrder, StepOrders, StepReport
 from headwater.pool.space import Space
-
-log = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
 """vLLM never reads this block: what must not be written elsewhere may be written here."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.errors import HeadwaterError
-from headwater.integrations.vllm.declined import DeclinedError
+from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import Events, NoEvents
 from headwater.integrations.vllm.identity import name_weights, server_identity, server_spec, writer_group
 from headwater.integrations.vllm.layout import layer_tensors
@@ -23,7 +23,7 @@ from headwater.kv.topology import Shard, Topology
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(LOGGER)
 
 _pools: dict[tuple[str, int], Pool] = {}
 _pools_lock = threading.Lock()

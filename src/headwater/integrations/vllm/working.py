@@ -5,7 +5,6 @@ A worker that cannot, or whose load failed, says so for every block it was to fi
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -26,8 +25,6 @@ from headwater.integrations.vllm.scheduling import NULL_BLOCK
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.transfer.view import PagedView
-
-log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05
 """How long a step that has nothing to compute waits for a load: then vLLM looks for new requests."""
