@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headwater.connector.worker import DEFAULT_STAGING_BYTES
 from headwater.errors import HeadwaterError
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import Events, NoEvents
@@ -22,8 +23,11 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
+from headwater.transfer.view import PagedView
 
 log = logging.getLogger(LOGGER)
+
+MAX_STAGING_BYTES = 2 << 30
 
 _pools: dict[tuple[str, int], Pool] = {}
 _pools_lock = threading.Lock()
@@ -82,7 +86,8 @@ def start_working(config: Any, cache: Any, options: Options, kv_caches: dict[str
     attention = [config.compilation_config.static_forward_context[name] for name in names]
     view = prove_view(spec, shard, tensors, layers, attention)
     member = join(config, cache, options, weights)
-    working = Working(options.connector, shard, view, block_size=_block_size(cache))
+    connector = replace(options.connector, staging_bytes=_staging_bytes(config, options, shard, view))
+    working = Working(connector, shard, view, block_size=_block_size(cache))
     working.enter(member.space(member.identity.epoch))
     return working, member
 
@@ -98,6 +103,16 @@ def _shared_pool(url: str, group: int) -> Pool:
         if (url, group) not in _pools:
             _pools[url, group] = open_pool(url, group=group)
         return _pools[url, group]
+
+
+def _staging_bytes(config: Any, options: Options, shard: Shard, view: PagedView) -> int | None:
+    """On a CPU enough for what one step can compute, since all of it may have to leave the cache at once. Memory that
+    is never used costs nothing there; on a GPU the default stands."""
+    if options.connector.staging_bytes is not None or view.device.type != "cpu":
+        return options.connector.staging_bytes
+    num_tokens = config.scheduler_config.max_num_batched_tokens + options.chunk_tokens
+    layers, heads, row_bytes = shard.local_shape(view.spec, 0, 1)
+    return max(DEFAULT_STAGING_BYTES["cpu"], min(MAX_STAGING_BYTES, num_tokens * layers * heads * row_bytes))
 
 
 def _block_size(cache: Any) -> int:
