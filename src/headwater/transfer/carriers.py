@@ -103,13 +103,13 @@ class Carriers:
             raise one_round.error
         return one_round.num_good
 
-    def close(self) -> None:
-        """End the threads. Idempotent."""
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the threads; one that is stuck in its work is left alone. Idempotent."""
         threads, self._threads = self._threads, []
         for _ in threads:
             self._rounds.put(None)
         for thread in threads:
-            thread.join()
+            thread.join(timeout_s)
 
     def _run(self) -> None:
         while (job := self._rounds.get()) is not None:

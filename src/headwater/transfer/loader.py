@@ -106,7 +106,7 @@ class Loader:
         with self._changed:
             self._open.append(load)
             self._changed.notify_all()
-            is_stuck = self._current is not None and self._current.is_over
+            is_stuck = self._current is not None and self._current.gate.is_closed
         if is_stuck:  # in a load that was ended without it: the next one would wait for nothing
             self._give_up(load)
         else:
@@ -139,7 +139,7 @@ class Loader:
             self._queue.put(None)
             self._thread.join(timeout_s)
             self._clock.join(timeout_s)
-            self._carriers.close()
+            self._carriers.close(timeout_s)
 
     # ---- the receiver's thread ----------------------------------------------------------------------------------
     def _run(self) -> None:

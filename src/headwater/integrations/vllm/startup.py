@@ -110,7 +110,7 @@ def _staging_bytes(config: Any, options: Options, shard: Shard, view: PagedView)
     is never used costs nothing there; on a GPU the default stands."""
     if options.connector.staging_bytes is not None or view.device.type != "cpu":
         return options.connector.staging_bytes
-    num_tokens = config.scheduler_config.max_num_batched_tokens + options.chunk_tokens
+    num_tokens = int(config.scheduler_config.max_num_batched_tokens) + options.chunk_tokens
     layers, heads, row_bytes = shard.local_shape(view.spec, 0, 1)
     return max(DEFAULT_STAGING_BYTES["cpu"], min(MAX_STAGING_BYTES, num_tokens * layers * heads * row_bytes))
 
