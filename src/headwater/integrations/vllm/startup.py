@@ -48,12 +48,17 @@ class Membership:
         return self.pool.space(identity, self.spec, chunk_tokens=self.chunk_tokens)
 
 
-def join(config: Any, cache: Any, options: Options, weights: str) -> Membership:
-    """Open the pool. Raises DeclinedError where that, or this model, is not possible."""
+def join(config: Any, cache: Any, options: Options, weights: str, *, is_first: bool) -> Membership:
+    """Open the pool; workers are the `first`. Raises DeclinedError where that, or this model, is not possible."""
     spec = server_spec(config, cache)
     identity = server_identity(config, options, weights)
+    url, group = options.connector.pool, writer_group(config)
+    if url.startswith("memory:") and (
+        config.parallel_config.world_size > 1 or not (is_first or (url, group) in _pools)
+    ):
+        raise DeclinedError("memory:// lives in one process, and this vLLM has several; use a shm:// pool")
     try:
-        pool = _shared_pool(options.connector.pool, writer_group(config))
+        pool = _shared_pool(url, group)
         member = Membership(pool, identity, spec, options.chunk_tokens)
         member.space(identity.epoch)
     except (HeadwaterError, OSError) as error:
@@ -65,7 +70,7 @@ def start_scheduling(
     config: Any, cache: Any, options: Options, events: Events | NoEvents
 ) -> tuple[Scheduling, Membership]:
     """The scheduler's side. Raises DeclinedError."""
-    member = join(config, cache, options, name_weights(config, options))
+    member = join(config, cache, options, name_weights(config, options), is_first=False)
     scheduling = Scheduling(
         member.space(member.identity.epoch),
         options.connector,
@@ -85,7 +90,7 @@ def start_working(config: Any, cache: Any, options: Options, kv_caches: dict[str
     shard = _shard(config, spec, layers)
     attention = [config.compilation_config.static_forward_context[name] for name in names]
     view = prove_view(spec, shard, tensors, layers, attention)
-    member = join(config, cache, options, weights)
+    member = join(config, cache, options, weights, is_first=True)
     connector = replace(options.connector, staging_bytes=_staging_bytes(config, options, shard, view))
     working = Working(connector, shard, view, block_size=_block_size(cache))
     working.enter(member.space(member.identity.epoch))
