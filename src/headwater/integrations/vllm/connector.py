@@ -10,6 +10,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -268,6 +269,19 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> HeadwaterPromMetrics:
         """Counters for vLLM's /metrics."""
         return HeadwaterPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _register() -> None:
+    """Let vLLM find the class by its name alone: MultiConnector's statistics ask for it that way."""
+    try:
+        KVConnectorFactory.register_connector(
+            HeadwaterConnector.__name__, "headwater.integrations.vllm", HeadwaterConnector.__name__
+        )
+    except ValueError:
+        pass  # it is already
+
+
+_register()
 
 
 def _is_inside(class_name: str) -> bool:
