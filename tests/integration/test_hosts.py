@@ -22,7 +22,7 @@ from headwater.stores.url import parse_url
 from netns import Daemon, Host, Peer, hosts
 from support import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fleet]
 
 LOOKUP_S, DEADLINE_S, SLACK_S = 0.4, 1.0, 1.5
 CHUNKS = 6

@@ -27,7 +27,7 @@ from engine_models import VOCAB, Comparison, greedy_reference, load_transformers
 from netns import Daemon, Host, Peer, hosts
 from support import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fleet]
 
 PORT = 6398
 NUM_TOKENS = 12

@@ -27,7 +27,7 @@ from faults import FaultProxy, fault_proxy
 from servers import Server, free_port, listens, mooncake_master, redis_server
 from support import empty_tiles, gqa, identity, local_tiles, temporary_url, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fleet]
 
 SPEC = gqa(layers=4, heads=4, dim=32)
 WHOLE = whole_shard(SPEC)

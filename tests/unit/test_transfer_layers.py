@@ -132,6 +132,8 @@ def _wait(loader: Loader, layer: int) -> bool:
 class Gated:
     """A space whose reads wait for a gate each."""
 
+    mapped = False  # then there is one read for all chunks of a group of layers
+
     def __init__(self, space: Any) -> None:
         self._space = space
         self.asked = threading.Semaphore(0)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headwater.cli.bench_vllm import bench_vllm
 from headwater.cli.engine_options import needs_extra
 
 bench_app = typer.Typer(help="Measure Headwater on this machine.", no_args_is_help=True, add_completion=False)
@@ -150,6 +151,9 @@ def bench_fleet(
                 figures.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else f"{value:,}")
         console().print(figures)
     raise typer.Exit(1 if report["wrong_bytes"] else 0)
+
+
+bench_app.command("vllm")(bench_vllm)
 
 
 def _note(text: str) -> None:

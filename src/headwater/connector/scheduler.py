@@ -10,7 +10,7 @@ import numpy.typing as npt
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job
 from headwater.connector.lookups import Lookups
-from headwater.kv.hashing import ChunkKeys, ChunkRef
+from headwater.kv.hashing import ChunkKeys, ChunkRef, Extra
 from headwater.pool.space import Match, Space
 
 
@@ -37,6 +37,21 @@ class SchedulerHalf:
         self._config = config
         self._lookups = Lookups(local=space.local_index)
         self._known: dict[str, _Known] = {}
+
+    def begin(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        *,
+        tenant: bytes = b"",
+        adapter: bytes = b"",
+        extras: Sequence[Extra] = (),
+    ) -> None:
+        """Name a request whose KV depends on more than its tokens, before anything else is asked about it.
+
+        `tokens` is its whole prompt, some of which the extras stand for.
+        """
+        self._known[request_id] = _Known(self._space.keys(tokens, tenant=tenant, adapter=adapter, extras=extras))
 
     def num_matched(self, request_id: str, tokens: Sequence[int], max_tokens: int) -> int:
         """How many of the first `max_tokens` tokens the pool has. No side effects; asked again, it looks again.

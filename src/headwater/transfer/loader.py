@@ -1,7 +1,9 @@
 """From the pool into the paged cache: read and verified in the background, then scattered into the request's blocks.
 
-A load may go layer by layer, in groups, while the layers before are computed. Every load ends by its deadline, also
-where the store does not answer at all: what comes late is thrown away before it touches the cache.
+Where the store's memory can be addressed, several threads carry small pieces, which are scattered while they are in
+the processor's cache; from other stores many chunks are read at once. A load may go layer by layer, in groups, while
+the layers before are computed. Every load ends by its deadline, also where the store does not answer at all: what comes
+late is thrown away before it touches the cache.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status, Tiles
+from headwater.transfer.carriers import MAX_CARRIERS, Carriers, Gate
 from headwater.transfer.convert import Span, plan_spans, scatter
 from headwater.transfer.layers import CPU_GROUP_BYTES, layer_groups
 from headwater.transfer.staging import Slots
@@ -28,6 +31,8 @@ from headwater.transfer.view import PagedView
 
 log = logging.getLogger(__name__)
 
+PIECE_BYTES = 4 << 20
+"""Large enough that the calls around a piece do not count, and small enough that it stays in the processor's cache."""
 GRACE_S = 0.25
 """How long past its deadline a load may take to end by itself; then it is ended."""
 
@@ -42,10 +47,8 @@ class _Load:
     num_layers: int = 0
     """Layers of the shard, from its first on, that are in place (or will never be)."""
     is_cancelled: bool = False
-    is_over: bool = False
-    """From now on nothing may be written into its blocks."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while blocks are written, and when the load ends."""
+    gate: Gate = field(default_factory=Gate)
+    """Closed when the load ends: from then on nothing may be written into its blocks."""
 
 
 class Loader:
@@ -70,7 +73,13 @@ class Loader:
         self._on_done = on_done
         layers, heads, tile = shard.local_shape(space.spec, 0, space.chunk_tokens)
         self._layer_bytes = heads * tile
-        self._slots = Slots(layers * heads * tile, staging_bytes)
+        self._is_mapped = space.mapped and shard.split.parts == 1
+        self._carriers = Carriers() if self._is_mapped else Carriers(1)
+        if self._is_mapped:
+            piece_bytes = max(PIECE_BYTES, self._layer_bytes)
+            self._slots = Slots(piece_bytes, MAX_CARRIERS * piece_bytes)
+        else:
+            self._slots = Slots(layers * heads * tile, staging_bytes)
         self._queue: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
         self._open: list[_Load] = []
         self._changed = threading.Condition()
@@ -97,7 +106,7 @@ class Loader:
         with self._changed:
             self._open.append(load)
             self._changed.notify_all()
-            is_stuck = self._current is not None and self._current.is_over
+            is_stuck = self._current is not None and self._current.gate.is_closed
         if is_stuck:  # in a load that was ended without it: the next one would wait for nothing
             self._give_up(load)
         else:
@@ -130,6 +139,7 @@ class Loader:
             self._queue.put(None)
             self._thread.join(timeout_s)
             self._clock.join(timeout_s)
+            self._carriers.close(timeout_s)
 
     # ---- the receiver's thread ----------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -164,11 +174,13 @@ class Loader:
 
     def _load_layers(self, load: _Load, layers: range, chunks: Sequence[ChunkRef]) -> int:
         """Chunks of which these layers are in place, counted from the first."""
+        if self._is_mapped:
+            return self._carry_layers(load, layers, chunks)
         shard = self._shard if layers == self._shard.layers else replace(self._shard, layers=layers)
         done = 0
         while done < len(chunks):
             left_s = load.deadline - time.monotonic()
-            if left_s <= 0 or load.is_cancelled or load.is_over:
+            if left_s <= 0 or load.is_cancelled or load.gate.is_closed:
                 break
             batch = chunks[done : done + self._slots.count]
             tiles = [self._slots.bytes_of(slot, self._shape(chunk, shard)) for slot, chunk in enumerate(batch)]
@@ -183,23 +195,52 @@ class Loader:
                 break
         return done
 
+    def _carry_layers(self, load: _Load, layers: range, chunks: Sequence[ChunkRef]) -> int:
+        """The same in pieces of a few layers of one chunk, chunk after chunk, by all carriers."""
+        step = max(1, PIECE_BYTES // self._layer_bytes)
+        pieces = [layers[first : first + step] for first in range(0, len(layers), step)]
+        shards = [replace(self._shard, layers=piece) for piece in pieces]
+        outcomes = [Status.OK] * len(chunks)
+
+        def carry(number: int) -> bool:
+            place, part = divmod(number, len(shards))
+            chunk, shard = chunks[place], shards[part]
+            left_s = load.deadline - time.monotonic()
+            if left_s <= 0 or load.is_cancelled:
+                return False
+            (slot,) = self._slots.take(1)
+            try:
+                tiles = self._slots.bytes_of(slot, self._shape(chunk, shard))
+                (outcome,) = self._space.read([chunk], shard, tiles[None], deadline_s=left_s)
+                if outcome is not Status.OK:
+                    outcomes[place] = outcome
+                    return False
+                return self._put(load, shard, [chunk], [tiles])
+            finally:
+                self._slots.give_back([slot])
+
+        good = self._carriers.run(len(chunks) * len(shards), carry) // len(shards)
+        # A chunk is counted once: with the first layers, or where it fails.
+        self.statuses.update(outcomes[: good + 1] if layers.start == self._shard.layers.start else outcomes[good:][:1])
+        return good
+
     def _put(self, load: _Load, shard: Shard, chunks: Sequence[ChunkRef], tiles: Sequence[Tiles]) -> bool:
         """Write into the request's blocks, if they are still its own."""
         spans = [Span(load.block_ids, chunk.first_token, chunk.num_tokens) for chunk in chunks]
         plan = plan_spans(self._view, shard, spans)
-        with load.lock:
-            if load.is_over:
-                return False
+        if not load.gate.enter():
+            return False
+        try:
             scatter(plan, shard.layers, tiles)
+        finally:
+            load.gate.leave()
         self.num_bytes += sum(tile.nbytes for tile in tiles)
         return True
 
     def _end(self, load: _Load, num_loaded: int) -> None:
         """Say that a load is done; who says it second says nothing."""
-        with load.lock:
-            if load.is_over:
-                return
-            load.is_over = True
+        if not load.gate.close():
+            return
         with self._changed:
             self._open.remove(load)
             self._changed.notify_all()

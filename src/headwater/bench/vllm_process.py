@@ -1,0 +1,103 @@
+"""One vLLM engine in a process of its own, driven by lines of JSON: what the benchmark, and the tests, talk to.
+
+It reads one line of settings and then one command a line; every answer is one line that begins with `@`.
+`vllm_engine` is the other side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
+LOCAL_HITS = "vllm:prefix_cache_hits"
+
+
+def answer(value: Any) -> None:
+    """Say one thing to whoever drives this process."""
+    sys.stdout.write("@" + json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+class Commands:
+    """What can be asked of an engine."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        transfer = settings.pop("kv_transfer_config", None)
+        if transfer is not None:
+            settings["kv_transfer_config"] = KVTransferConfig(**transfer)
+        defaults = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False}
+        self.llm = LLM(**{**defaults, **settings})
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 8,
+        salt: str | None = None,
+        lora: dict[str, Any] | None = None,
+        logprobs: int | None = None,
+    ) -> dict[str, Any]:
+        """Greedy continuations of some prompts, all at once, and how long they took."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True, prompt_logprobs=logprobs
+        )
+        given: list[Any] = [{"prompt_token_ids": tokens} | ({"cache_salt": salt} if salt else {}) for tokens in prompts]
+        request = LoRARequest(**lora) if lora else None
+        before = self.metrics()
+        start = time.perf_counter()
+        outputs = self.llm.generate(given, params, use_tqdm=False, lora_request=request)
+        seconds = time.perf_counter() - start
+        after = self.metrics()
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+            "external": after.get(EXTERNAL_HITS, 0.0) - before.get(EXTERNAL_HITS, 0.0),
+            "local": after.get(LOCAL_HITS, 0.0) - before.get(LOCAL_HITS, 0.0),
+            "seconds": seconds,
+        }
+
+    def reset(self, connector: bool = False, running: bool = False) -> bool:
+        """Forget the local prefix cache; False means that nothing was forgotten."""
+        return bool(self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
+
+    def metrics(self) -> dict[str, float]:
+        """Every counter and gauge of vLLM, by name."""
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if hasattr(metric, "value"):
+                found[metric.name] = found.get(metric.name, 0.0) + float(metric.value)
+        return found
+
+
+def main() -> None:
+    """Start the engine, then do what is asked until the input ends."""
+    settings = json.loads(sys.stdin.readline())
+    os.environ.update({name: str(value) for name, value in settings.pop("environment", {}).items()})
+    try:
+        commands = Commands(settings)
+    except Exception as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+        raise
+    answer({"ready": True})
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        if name == "close":
+            break
+        try:
+            answer({"value": getattr(commands, name)(**arguments)})
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+    del commands
+
+
+if __name__ == "__main__":
+    main()

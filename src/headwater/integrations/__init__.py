@@ -1,0 +1,1 @@
+"""Other people's engines: thin adapters over `headwater.connector`, one package each."""

@@ -1,0 +1,294 @@
+"""`HeadwaterConnector`: vLLM's interface for KV connectors, over the two sides that do the work.
+
+Nothing here decides anything. Whatever goes wrong with the pool switches the connector off, with a warning; vLLM
+goes on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from headwater.connector.stats import TransferStats
+from headwater.integrations.vllm.clock import ThreadClock, timed
+from headwater.integrations.vllm.declined import LOGGER, DeclinedError
+from headwater.integrations.vllm.events import Events, NoEvents
+from headwater.integrations.vllm.messages import Greeting, StepOrders, StepReport
+from headwater.integrations.vllm.options import read_options
+from headwater.integrations.vllm.scheduling import Scheduling
+from headwater.integrations.vllm.startup import Membership, new_epoch, start_scheduling, start_working
+from headwater.integrations.vllm.stats import Differences, HeadwaterPromMetrics, HeadwaterStats
+from headwater.integrations.vllm.working import Idle, Working
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger(LOGGER)
+
+
+class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
+    """One of them lives with vLLM's scheduler, and one in each worker."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._options = read_options(transfer.kv_connector_extra_config, transfer.kv_role)
+        self._is_async = self._options.connector.load_mode == "async"
+        self._member: Membership | None = None
+        self._scheduling: Scheduling | None = None
+        self._working: Working | Idle = Idle("its caches are not there yet", 1, self._options.connector.load_mode)
+        events = vllm_config.kv_events_config
+        self._events = Events() if events is not None and events.enable_kv_cache_events else NoEvents()
+        self._differences = Differences()
+        self._threads = ThreadClock()
+        self.step_seconds = 0.0
+        """Time of the thread that runs the model, spent here since the start."""
+        if role == KVConnectorRole.SCHEDULER:
+            self._set_failure_policy()
+            try:
+                self._scheduling, self._member = start_scheduling(
+                    vllm_config, kv_cache_config, self._options, self._events
+                )
+            except DeclinedError as error:
+                log.warning("Headwater is off: %s", error)
+
+    # ---- the scheduler's side -----------------------------------------------------------------------------------
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a miss for somebody, and nothing more."""
+        return False
+
+    def on_new_request(self, request: Request) -> None:
+        """Hash the prompt."""
+        if self._scheduling is not None:
+            self._scheduling.add(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How much the pool has beyond that, and whether vLLM is to go on without the request meanwhile."""
+        if self._scheduling is None:
+            return 0, False
+        num_new = self._scheduling.match(request, num_computed_tokens)
+        return num_new, bool(num_new) and self._is_async
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Order the load."""
+        if self._scheduling is not None and num_external_tokens:
+            self._scheduling.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The orders of this step."""
+        return StepOrders() if self._scheduling is None else self._scheduling.order(scheduler_output)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Order the last save. Blocks are never held back for it."""
+        if self._scheduling is not None:
+            self._scheduling.finish(request, block_ids[0])
+        return False, None
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The same, for a vLLM without its hybrid cache manager."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Hear what the workers did."""
+        report = connector_output.kv_connector_worker_meta
+        if self._scheduling is None:
+            return
+        if isinstance(report, StepReport) and report.declined:
+            self._switch_off(report.declined)
+        else:
+            self._scheduling.hear(report, connector_output.invalid_block_ids or set())
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Learn whether every worker takes part."""
+        for greeting in metadata.values():
+            if isinstance(greeting, Greeting) and greeting.declined and self._scheduling is not None:
+                self._switch_off(greeting.declined)
+
+    def reset_cache(self) -> bool | None:
+        """Begin an epoch of this server's own: nobody else's chunks are touched, and none of them is used again."""
+        if self._scheduling is not None and self._member is not None:
+            self._scheduling.start_epoch(self._member.space(new_epoch()))
+        return True
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Chunks that can be found now, and some that are gone."""
+        return self._events.take()
+
+    def _switch_off(self, reason: str) -> None:
+        log.warning("Headwater is off: %s", reason)
+        self._scheduling = None
+
+    def _set_failure_policy(self) -> None:
+        """vLLM fails requests whose load failed unless it is told otherwise; a pool's failure is only a miss."""
+        transfer = self._kv_transfer_config
+        if self._options.load_failure_policy != "recompute" or transfer.kv_load_failure_policy == "recompute":
+            return
+        if _is_inside("MultiConnector"):
+            log.warning(
+                "Headwater cannot set kv_load_failure_policy from inside MultiConnector; set it to recompute there, or "
+                "requests fail when the pool does"
+            )
+            return
+        transfer.kv_load_failure_policy = "recompute"
+        log.info("Headwater: kv_load_failure_policy is set to recompute: what the pool cannot give is computed")
+
+    # ---- a worker's side ----------------------------------------------------------------------------------------
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Prove where the KV lies, and join the pool."""
+        try:
+            self._working, self._member = start_working(
+                self._vllm_config, self._kv_cache_config, self._options, kv_caches
+            )
+        except DeclinedError as error:
+            self._decline(str(error))
+        except Exception as error:
+            log.exception("Headwater could not be started")
+            self._decline(f"{type(error).__name__}: {error}")
+
+    def _decline(self, reason: str) -> None:
+        log.warning("Headwater is off in this worker: %s", reason)
+        groups = self._kv_cache_config.kv_cache_groups
+        size = groups[0].kv_cache_spec.block_size if groups else 1
+        self._working = Idle(reason, size, self._options.connector.load_mode)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Whether this worker takes part."""
+        return Greeting(self._working.reason if isinstance(self._working, Idle) else "")
+
+    @timed
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """The first thing of every step: take what is to be saved, before anything is written."""
+        assert isinstance(kv_connector_metadata, StepOrders)
+        orders = kv_connector_metadata
+        if self._member is not None and isinstance(self._working, Working) and orders.epoch != self._working.epoch:
+            self._working.enter(self._member.space(orders.epoch))
+        self._working.save(orders)
+
+    @timed
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Start the loads."""
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        self._working.load(orders)
+
+    @timed
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Wait for one layer, where loads go along with the step."""
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        self._working.wait_layer(extract_layer_index(layer_name))
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Saves are taken with the next step."""
+
+    @timed
+    def wait_for_save(self) -> None:
+        """Nothing is under way that a block would have to wait for."""
+        self._working.end_step()
+
+    @timed
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that have ended."""
+        return KVConnectorTransferResults(finished_recving=self._working.take_finished())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that vLLM has to compute."""
+        return self._working.take_errors()
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        """What the scheduler's side should know."""
+        return self._working.take_report()
+
+    def get_kv_connector_stats(self) -> HeadwaterStats | None:
+        """What has been moved since the last call: bytes by the workers, tokens by the scheduler's side."""
+        if self.role == KVConnectorRole.SCHEDULER:
+            side = self._scheduling
+            counts = (0, 0) if side is None else (side.num_loaded_tokens, side.num_failed_loads)
+            return self._differences.since(dict(zip(("loaded_tokens", "failed_loads"), counts, strict=True)))
+        moved: TransferStats = self._working.stats()
+        return self._differences.since(
+            {
+                "loaded_bytes": moved.loaded_bytes,
+                "saved_bytes": moved.saved_bytes,
+                "load_seconds": moved.load_seconds,
+                "dropped_chunks": moved.num_dropped,
+                "damaged_chunks": moved.num_damaged,
+                "step_seconds": self.step_seconds,
+                "thread_seconds": self._threads.seconds(),
+            }
+        )
+
+    def shutdown(self) -> None:
+        """Finish what is being saved."""
+        self._working.close()
+
+    # ---- what vLLM asks of the class ----------------------------------------------------------------------------
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A load that goes layer by layer must be waited for between the layers."""
+        return extra_config.get("load_mode") == "layerwise"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HeadwaterStats:
+        """Statistics that were on their way between processes."""
+        return HeadwaterStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> HeadwaterPromMetrics:
+        """Counters for vLLM's /metrics."""
+        return HeadwaterPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _register() -> None:
+    """Let vLLM find the class by its name alone: MultiConnector's statistics ask for it that way."""
+    try:
+        KVConnectorFactory.register_connector(
+            HeadwaterConnector.__name__, "headwater.integrations.vllm", HeadwaterConnector.__name__
+        )
+    except ValueError:
+        pass  # it is already
+
+
+_register()
+
+
+def _is_inside(class_name: str) -> bool:
+    """Whether an object of that class is making this one: it does not say so, and its settings are not ours to set."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if type(frame.f_locals.get("self")).__name__ == class_name:
+            return True
+    return False

@@ -1,0 +1,139 @@
+"""Which weights a vLLM server runs, and what its KV is: the same answers as the reference engine gives for the same
+checkpoint, so that both share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from headwater.errors import HeadwaterError, ModelError
+from headwater.integrations.vllm.declined import DeclinedError
+from headwater.integrations.vllm.options import Options
+from headwater.kv.checkpoint import checkpoint_label, digest_checkpoint
+from headwater.kv.identity import Identity, canonical_rope
+from headwater.kv.spec import KVSpec
+from headwater.models.config_hf import config_from_hf
+
+_RUN_AS_STORED = ("auto", "safetensors", "pt", "hf", "gguf", "runai_streamer", "fastsafetensors", "instanttensor")
+"""Load formats that read the checkpoint and change nothing."""
+
+
+def name_weights(config: Any, options: Options) -> str:
+    """The weights' name, as `Identity.weights` wants it. Reads every byte of them once; digests are cached.
+
+    Random weights are another model in every server, and are named after it. Raises DeclinedError.
+    """
+    load_format = config.load_config.load_format
+    if load_format == "dummy":
+        return "xxh3-128:" + hashlib.sha256(_server_name(config)).hexdigest()[:32]
+    if load_format not in _RUN_AS_STORED:
+        raise DeclinedError(f"load format {load_format!r} may load other weights than the checkpoint holds")
+    try:
+        return digest_checkpoint(_local_path(config.model_config), sample=options.sample_weights)
+    except HeadwaterError as error:
+        raise DeclinedError(f"the weights cannot be named: {error}") from error
+
+
+def server_identity(config: Any, options: Options, weights: str) -> Identity:
+    """The identity of what this server computes. Raises DeclinedError where it is not certain."""
+    model = config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    if config.cache_config.cache_dtype not in ("auto", dtype):
+        raise DeclinedError(f"quantised KV ({config.cache_config.cache_dtype}) is not supported")
+    try:
+        return Identity(
+            weights=weights,
+            run_dtype=dtype,
+            kv_dtype=dtype,
+            quantization=str(model.quantization or "none"),
+            rope=canonical_rope(_rope(model)),
+            epoch=options.epoch,
+            label=checkpoint_label(model.model),
+        )
+    except HeadwaterError as error:
+        raise DeclinedError(f"the model cannot be named: {error}") from error
+
+
+def server_spec(config: Any, cache: Any) -> KVSpec:
+    """What one token's KV is. Raises DeclinedError for models whose KV is not one kind of full attention."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    groups = cache.kv_cache_groups
+    if len(groups) != 1:
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        raise DeclinedError(
+            f"this model has {len(groups)} groups of KV ({', '.join(kinds)}); one of full attention is needed"
+        )
+    spec = groups[0].kv_cache_spec
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        raise DeclinedError(f"KV of kind {type(spec).__name__} is not supported")
+    windowed = spec.sliding_window is not None or spec.attention_chunk_size is not None
+    if windowed or spec.non_causal or spec.tokens_per_state != 1 or spec.kv_quant_mode != 0:
+        raise DeclinedError("only causal attention over all tokens, with plain KV, can be shared")
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise DeclinedError("context parallelism is not supported yet")
+    if config.speculative_config is not None and not config.speculative_config.method.startswith("ngram"):
+        raise DeclinedError("speculative decoding with a draft model is not supported: its KV would be missing")
+    model, dtype = config.model_config, str(spec.dtype).removeprefix("torch.")
+    num_layers = model.get_total_num_hidden_layers()
+    try:
+        if type(spec) is MLAAttentionSpec:
+            hf = model.hf_text_config
+            return KVSpec.mla(
+                num_layers=num_layers, latent_dim=hf.kv_lora_rank, rope_dim=hf.qk_rope_head_dim, dtype=dtype
+            )
+        return KVSpec.gqa(
+            num_layers=num_layers,
+            num_kv_heads=model.get_total_num_kv_heads(),
+            head_dim=spec.head_size,
+            v_head_dim=spec.head_size_v,
+            dtype=dtype,
+        )
+    except (HeadwaterError, AttributeError) as error:
+        raise DeclinedError(f"the shape of this model's KV is not understood: {error}") from error
+
+
+def writer_group(config: Any) -> int:
+    """The number that all processes of this server agree on, and no other server has."""
+    return int.from_bytes(hashlib.sha256(b"group\0" + _server_name(config)).digest()[:8], "little") >> 1 or 1
+
+
+def _server_name(config: Any) -> bytes:
+    # The engine id may be chosen by people; the instance id is random in every start.
+    return f"{config.kv_transfer_config.engine_id}\0{config.instance_id}".encode()
+
+
+def _rope(model: Any) -> Mapping[str, Any]:
+    """Rope as the reference engine would name it; models that it does not run are named by what their config says.
+
+    Overrides of the config on the command line may change activations in any way, so they count as they are.
+    """
+    values = model.hf_text_config.to_dict()
+    try:
+        rope: dict[str, Any] = json.loads(json.dumps(asdict(config_from_hf(values).rope)))
+    except ModelError:
+        given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        rope = {"architectures": list(model.hf_config.architectures or ()), "parameters": json.loads(json.dumps(given))}
+        rope |= {name: values[name] for name in ("rope_theta", "partial_rotary_factor") if values.get(name) is not None}
+    if model.hf_overrides:
+        rope["overrides"] = hashlib.sha256(repr(model.hf_overrides).encode()).hexdigest()
+    return rope
+
+
+def _local_path(model: Any) -> Path:
+    """Where the weights lie: a local path, or the snapshot that vLLM downloaded."""
+    if os.path.exists(model.model):
+        return Path(model.model)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    if not isinstance(found, str):
+        raise DeclinedError(f"the files of {model.model!r} were not found on this machine")
+    return Path(found).parent

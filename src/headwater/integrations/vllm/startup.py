@@ -1,0 +1,156 @@
+"""From vLLM's configuration to the two sides of the connector, or to the reason why there is none."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headwater.connector.worker import DEFAULT_STAGING_BYTES
+from headwater.errors import HeadwaterError
+from headwater.integrations.vllm.declined import LOGGER, DeclinedError
+from headwater.integrations.vllm.events import Events, NoEvents
+from headwater.integrations.vllm.identity import name_weights, server_identity, server_spec, writer_group
+from headwater.integrations.vllm.layout import layer_tensors
+from headwater.integrations.vllm.options import Options
+from headwater.integrations.vllm.probe import prove_view
+from headwater.integrations.vllm.scheduling import Scheduling
+from headwater.integrations.vllm.working import Working
+from headwater.kv.identity import Identity
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import Shard, Topology
+from headwater.pool.pool import Pool, open_pool
+from headwater.pool.space import Space
+from headwater.transfer.view import PagedView
+
+log = logging.getLogger(LOGGER)
+
+MAX_STAGING_BYTES = 2 << 30
+
+_pools: dict[tuple[str, int], Pool] = {}
+_pools_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Membership:
+    """This process's way to the pool: the pool, whose KV it holds, and in which form."""
+
+    pool: Pool
+    identity: Identity
+    spec: KVSpec
+    chunk_tokens: int
+
+    def space(self, epoch: int) -> Space:
+        """The server's space in some epoch."""
+        identity = replace(self.identity, epoch=epoch)
+        return self.pool.space(identity, self.spec, chunk_tokens=self.chunk_tokens)
+
+
+def join(config: Any, cache: Any, options: Options, weights: str, *, is_first: bool) -> Membership:
+    """Open the pool; workers are the `first`. Raises DeclinedError where that, or this model, is not possible."""
+    spec = server_spec(config, cache)
+    identity = server_identity(config, options, weights)
+    url, group = options.connector.pool, writer_group(config)
+    if url.startswith("memory:") and (
+        config.parallel_config.world_size > 1 or not (is_first or (url, group) in _pools)
+    ):
+        raise DeclinedError("memory:// lives in one process, and this vLLM has several; use a shm:// pool")
+    try:
+        pool = _shared_pool(url, group)
+        member = Membership(pool, identity, spec, options.chunk_tokens)
+        member.space(identity.epoch)
+    except (HeadwaterError, OSError) as error:
+        raise DeclinedError(f"the pool cannot be used: {error}") from error
+    return member
+
+
+def start_scheduling(
+    config: Any, cache: Any, options: Options, events: Events | NoEvents
+) -> tuple[Scheduling, Membership]:
+    """The scheduler's side. Raises DeclinedError."""
+    member = join(config, cache, options, name_weights(config, options), is_first=False)
+    scheduling = Scheduling(
+        member.space(member.identity.epoch),
+        options.connector,
+        events,
+        block_size=_block_size(cache),
+        num_ranks=config.parallel_config.world_size,
+    )
+    log.info("Headwater: %s shares KV of %s", options.connector.pool, member.identity)
+    return scheduling, member
+
+
+def start_working(config: Any, cache: Any, options: Options, kv_caches: dict[str, Any]) -> tuple[Working, Membership]:
+    """A worker's side, once its caches are there. All ranks call it together. Raises DeclinedError."""
+    weights = _weights_of_all_ranks(config, options)
+    spec = server_spec(config, cache)
+    names, tensors, layers = layer_tensors(kv_caches, spec.num_layers)
+    shard = _shard(config, spec, layers)
+    attention = [config.compilation_config.static_forward_context[name] for name in names]
+    view = prove_view(spec, shard, tensors, layers, attention)
+    member = join(config, cache, options, weights, is_first=True)
+    connector = replace(options.connector, staging_bytes=_staging_bytes(config, options, shard, view))
+    working = Working(connector, shard, view, block_size=_block_size(cache))
+    working.enter(member.space(member.identity.epoch))
+    return working, member
+
+
+def new_epoch() -> int:
+    """An epoch that no other server has."""
+    return secrets.randbits(62) | 1
+
+
+def _shared_pool(url: str, group: int) -> Pool:
+    """One pool for both sides where they live in one process."""
+    with _pools_lock:
+        if (url, group) not in _pools:
+            _pools[url, group] = open_pool(url, group=group)
+        return _pools[url, group]
+
+
+def _staging_bytes(config: Any, options: Options, shard: Shard, view: PagedView) -> int | None:
+    """On a CPU enough for what one step can compute, since all of it may have to leave the cache at once. Memory that
+    is never used costs nothing there; on a GPU the default stands."""
+    if options.connector.staging_bytes is not None or view.device.type != "cpu":
+        return options.connector.staging_bytes
+    num_tokens = int(config.scheduler_config.max_num_batched_tokens) + options.chunk_tokens
+    layers, heads, row_bytes = shard.local_shape(view.spec, 0, 1)
+    return max(DEFAULT_STAGING_BYTES["cpu"], min(MAX_STAGING_BYTES, num_tokens * layers * heads * row_bytes))
+
+
+def _block_size(cache: Any) -> int:
+    return int(cache.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def _weights_of_all_ranks(config: Any, options: Options) -> str:
+    """Rank 0 of a tensor-parallel group reads the weights, and tells the others."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    answer: tuple[str, str] = ("", "")
+    if group.rank_in_group == 0:
+        try:
+            answer = (name_weights(config, options), "")
+        except DeclinedError as error:
+            answer = ("", str(error))
+    if group.world_size > 1:
+        answer = group.broadcast_object(answer, src=0)
+    if answer[1]:
+        raise DeclinedError(answer[1])
+    return answer[0]
+
+
+def _shard(config: Any, spec: KVSpec, layers: range) -> Shard:
+    """What this rank holds. Which layers a stage has is vLLM's own division, so they are taken as they are."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    try:
+        topology = Topology(tp=config.parallel_config.tensor_parallel_size)
+        if len(spec.planes) == 2 and spec.planes[0].name == "latent":
+            size = config.parallel_config.tensor_parallel_size
+            return Shard(layers, range(1), replicas=size, replica=get_tp_group().rank_in_group)
+        return replace(topology.shard(spec, tp_rank=get_tp_group().rank_in_group), layers=layers)
+    except HeadwaterError as error:
+        raise DeclinedError(f"this parallel layout is not supported: {error}") from error

@@ -1,0 +1,169 @@
+"""Roles, other connectors beside this one, adapters, events, and models that it must leave alone."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwater.bench.vllm_engine import engine, settings_of
+
+from vllm_models import QWEN3, random_tokens
+
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
+
+NUM_NEW = 8
+PROMPT = random_tokens(700, 600)
+HIT = 512
+
+
+def test_a_producer_saves_and_a_consumer_loads(qwen3: Path, pool_url: str, log_file: Path) -> None:
+    with engine(log_file, settings_of(qwen3, pool_url, role="kv_consumer", extra={"epoch": 1})) as consumer:
+        said = consumer.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
+        assert said["external"] == 0
+        assert not consumer.ask("metrics").get("vllm:headwater_saved_bytes"), "a consumer saved"
+    with engine(log_file, settings_of(qwen3, pool_url, role="kv_producer", extra={"epoch": 1})) as producer:
+        for _ in range(2):
+            made = producer.ask("generate", prompts=[PROMPT], max_tokens=1)
+            assert made["external"] == 0, "a producer loaded"
+            assert producer.ask("reset")
+        assert producer.ask("metrics")["vllm:headwater_saved_bytes"] > 0
+    with engine(log_file, settings_of(qwen3, pool_url, role="kv_consumer", extra={"epoch": 1})) as consumer:
+        hit = consumer.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
+        assert hit["external"] == len(PROMPT) - 1, "the producer's request ended with its prompt, tail and all"
+        assert hit["tokens"] == said["tokens"]
+
+
+def test_beside_another_connector(qwen3: Path, pool_url: str, log_file: Path, tmp_path: Path) -> None:
+    """Inside MultiConnector, after one that never has anything, it loads, saves and counts."""
+    settings = settings_of(qwen3, pool_url, extra={"epoch": 2})
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "never")},
+    }
+    settings["kv_transfer_config"] = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [settings["kv_transfer_config"], example]},
+    }
+    with engine(log_file, settings) as both:
+        cold = both.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
+        assert both.ask("reset")
+        hit = both.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
+        assert hit["external"] == HIT
+        assert hit["tokens"] == cold["tokens"]
+
+
+def save_lora(directory: Path, seed: int) -> Path:
+    """A LoRA for the attention of the random Qwen3."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    directory.mkdir(parents=True)
+    hidden, width, kv_width = QWEN3["hidden_size"], 8 * QWEN3["head_dim"], 2 * QWEN3["head_dim"]
+    tensors = {}
+    for layer in range(QWEN3["num_hidden_layers"]):
+        for name, size in (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width)):
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(8, hidden)
+            tensors[f"{key}.lora_B.weight"] = torch.randn(size, 8)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "task_type": "CAUSAL_LM"}))
+    return directory
+
+
+def test_two_adapters_of_one_name_do_not_share(qwen3: Path, pool_url: str, log_file: Path, tmp_path: Path) -> None:
+    adapters = [save_lora(tmp_path / str(seed) / "adapter", seed) for seed in (0, 1)]
+    lora = [{"lora_name": "adapter", "lora_int_id": 1 + i, "lora_path": str(path)} for i, path in enumerate(adapters)]
+    said = []
+    for number in (0, 1):
+        settings = settings_of(qwen3, pool_url, extra={"epoch": 3}, enable_lora=True, max_lora_rank=8)
+        with engine(log_file, settings) as running:
+            bare = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
+            assert bare["external"] == HIT * number, "without an adapter the second server finds the first one's KV"
+            cold = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW, lora=lora[number])
+            assert cold["external"] == 0, "another adapter's KV was found"
+            assert running.ask("reset")
+            hit = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW, lora=lora[number])
+            assert hit["external"] == HIT
+            assert hit["tokens"] == cold["tokens"]
+            said.append(cold["tokens"])
+    assert said[0] != said[1], "the adapters do nothing: this test tested nothing"
+
+
+def test_events_tell_what_the_pool_has(qwen3: Path, pool_url: str, log_file: Path) -> None:
+    """A router that listens hears of each chunk, with its tokens, its parent and its owner."""
+    import msgspec
+    import zmq
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "topic": ""}
+    settings = settings_of(qwen3, pool_url, extra={"epoch": 4})
+    settings["kv_events_config"] = events
+    heard: list[Any] = []
+    stop = threading.Event()
+
+    def listen() -> None:
+        with zmq.Context() as context, context.socket(zmq.SUB) as sock:
+            sock.connect(endpoint)
+            sock.subscribe("")
+            while not stop.is_set():
+                if sock.poll(50):
+                    heard.append(msgspec.msgpack.decode(sock.recv_multipart()[-1]))
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    try:
+        with engine(log_file, settings) as running:
+            for number in range(20):
+                running.ask("generate", prompts=[PROMPT, random_tokens(710 + number, 20)], max_tokens=NUM_NEW)
+                stored = [event for batch in heard for event in batch[1] if event.get("ownership") == "headwater"]
+                if len(stored) >= 2:
+                    break
+    finally:
+        stop.set()
+        listener.join()
+    assert [event["type"] for event in stored[:2]] == ["BlockStored"] * 2
+    assert [event["token_ids"] for event in stored[:2]] == [PROMPT[:256], PROMPT[256:512]]
+    assert stored[1]["parent_block_hash"] == stored[0]["block_hashes"][0], "the second chunk's parent is the first"
+
+
+def test_a_model_with_sliding_windows_runs_without_the_pool(pool_url: str, log_file: Path, tmp_path: Path) -> None:
+    """It is declined, said so, and vLLM works."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        **{**QWEN3, "num_hidden_layers": 4},
+        use_sliding_window=True,
+        sliding_window=64,
+        max_window_layers=2,
+        layer_types=["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    )
+    transformers.Qwen3ForCausalLM(config).float().save_pretrained(tmp_path / "windows")
+    with engine(log_file, settings_of(tmp_path / "windows", pool_url)) as running:
+        first = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
+        assert running.ask("reset")
+        again = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
+        assert first["tokens"] == again["tokens"]
+        assert again["external"] == 0
+    assert "Headwater is off" in log_file.read_text()
+
+
+def test_random_weights_are_nobody_elses(qwen3: Path, pool_url: str, log_file: Path) -> None:
+    for _ in range(2):
+        with engine(log_file, settings_of(qwen3, pool_url, load_format="dummy")) as running:
+            assert running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)["external"] == 0
+            assert running.ask("reset")
+            assert running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)["external"] == HIT

@@ -1,0 +1,169 @@
+"""The first things to know of the connector in real vLLM, in six starts of an engine: same tokens as without it, on a
+hit, in another process, with another tensor-parallel size and block size, from a damaged pool, in every load mode; and
+no sharing where there must be none.
+
+Engines are started in the order of the tests; each is ended before the next one begins.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headwater.bench.vllm_engine import EngineProcess, engine, settings_of
+
+from vllm_models import random_tokens
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+CHUNK = 256
+PROMPTS = [random_tokens(1, 700, 40000), random_tokens(2, 300, 40000), random_tokens(3, 1030, 40000)]
+LATER = random_tokens(4, 600, 40000)
+NUM_NEW = 12
+
+
+def whole_chunks(prompt: list[int]) -> int:
+    return len(prompt) // CHUNK * CHUNK
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2: Path, log_file: Path) -> dict[str, list[list[int]]]:
+    """What vLLM says without a connector. (The first start.)"""
+    with engine(log_file, settings_of(smollm2, None)) as plain:
+        found = plain.ask("generate", prompts=[*PROMPTS, LATER], max_tokens=NUM_NEW)["tokens"]
+        turn = [*PROMPTS[0], *found[0], *random_tokens(5, 40, 40000)]
+        return {"tokens": found, "turn": [turn, *plain.ask("generate", prompts=[turn], max_tokens=NUM_NEW)["tokens"]]}
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path, pool_url: str, log_file: Path, expected: object) -> Iterator[EngineProcess]:
+    """One rank, blocks of 128, prompts in chunks of 512 tokens, asynchronous loads. (The second start.)"""
+    with engine(log_file, settings_of(smollm2, pool_url, max_num_batched_tokens=512)) as running:
+        yield running
+
+
+def test_a_second_request_hits_and_says_the_same(server: EngineProcess, expected: dict[str, list[list[int]]]) -> None:
+    cold = server.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)
+    assert cold["tokens"] == expected["tokens"][:3]
+    assert cold["external"] == 0
+    assert server.ask("reset")
+    hit = server.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)
+    assert hit["tokens"] == cold["tokens"]
+    assert hit["local"] == 0
+    assert hit["external"] == sum(map(whole_chunks, PROMPTS))
+    metrics = server.ask("metrics")
+    assert metrics["vllm:headwater_loaded_bytes"] == hit["external"] * 30 * 3 * 2 * 64 * 4
+    assert metrics["vllm:headwater_saved_bytes"] > 0
+    assert not metrics.get("vllm:headwater_dropped_chunks")
+
+
+def test_the_next_turn_finds_what_was_generated(server: EngineProcess, expected: dict[str, list[list[int]]]) -> None:
+    """The tail that the request ended with is in the pool, and it ends inside a chunk."""
+    assert server.ask("reset")
+    turn = server.ask("generate", prompts=[expected["turn"][0]], max_tokens=NUM_NEW)
+    assert turn["tokens"] == expected["turn"][1:]
+    assert turn["external"] == len(PROMPTS[0]) + NUM_NEW - 1, "the last token generated was never computed"
+
+
+def test_salts_do_not_share(server: EngineProcess, expected: dict[str, list[list[int]]]) -> None:
+    for salt in ("tenant a", "tenant b"):
+        assert server.ask("reset")
+        first = server.ask("generate", prompts=[PROMPTS[0]], max_tokens=NUM_NEW, salt=salt)
+        assert first["external"] == 0, "another tenant's KV was found"
+        assert server.ask("reset")
+        again = server.ask("generate", prompts=[PROMPTS[0]], max_tokens=NUM_NEW, salt=salt)
+        assert again["external"] == whole_chunks(PROMPTS[0])
+        assert first["tokens"] == again["tokens"] == [expected["tokens"][0]]
+
+
+def test_after_a_reset_of_the_connector_nothing_old_is_found(
+    server: EngineProcess, expected: dict[str, list[list[int]]]
+) -> None:
+    """And nobody else's chunks are gone: the next test, in another process, finds them."""
+    assert server.ask("reset", connector=True)
+    fresh = server.ask("generate", prompts=[PROMPTS[0]], max_tokens=NUM_NEW)
+    assert fresh["external"] == 0
+    assert server.ask("reset")
+    again = server.ask("generate", prompts=[PROMPTS[0]], max_tokens=NUM_NEW)
+    assert again["external"] == whole_chunks(PROMPTS[0])
+    assert fresh["tokens"] == again["tokens"] == [expected["tokens"][0]]
+
+
+def test_three_ranks_read_and_write_what_one_rank_does(
+    smollm2: Path, pool_url: str, log_file: Path, expected: dict[str, list[list[int]]], server: EngineProcess
+) -> None:
+    """Blocks of 32, layer by layer. (The third start.)"""
+    server.close()
+    settings = settings_of(smollm2, pool_url, tp=3, block_size=32, extra={"load_mode": "layerwise"})
+    with engine(log_file, settings) as ranks:
+        hit = ranks.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)
+        assert hit["external"] == sum(map(whole_chunks, PROMPTS))
+        later = ranks.ask("generate", prompts=[LATER], max_tokens=NUM_NEW)
+        assert later["external"] == 0
+        assert [*hit["tokens"], *later["tokens"]] == expected["tokens"]
+
+
+def test_a_restarted_server_with_other_blocks_hits_and_survives_a_damaged_pool(
+    smollm2: Path, pool_url: str, log_file: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    """Blocks of 64, blocking loads. (The fourth start.)"""
+    with engine(log_file, settings_of(smollm2, pool_url, block_size=64, extra={"load_mode": "blocking"})) as restarted:
+        hit = restarted.ask("generate", prompts=[*PROMPTS, LATER], max_tokens=NUM_NEW)
+        assert hit["tokens"] == expected["tokens"]
+        assert hit["external"] == sum(map(whole_chunks, [*PROMPTS, LATER])), "what three ranks wrote was not found"
+        assert restarted.ask("reset")
+        damage(pool_url)
+        hurt = restarted.ask("generate", prompts=[*PROMPTS, LATER], max_tokens=NUM_NEW)
+        assert hurt["tokens"] == expected["tokens"]
+        metrics = restarted.ask("metrics")
+        assert metrics["vllm:headwater_damaged_chunks"] > 0, "nothing of the damage was read"
+        assert restarted.ask("reset")
+        healed = restarted.ask("generate", prompts=[*PROMPTS, LATER], max_tokens=NUM_NEW)
+        assert healed["tokens"] == expected["tokens"]
+
+
+def damage(pool_url: str) -> None:
+    """Overwrite bytes all over the pool's data."""
+    directory = Path("/dev/shm") / pool_url.removeprefix("shm:///").partition("?")[0]
+    segments = [file for file in directory.iterdir() if file.name.startswith("data")]
+    assert segments, f"no data files in {os.listdir(directory)}"
+    for segment in segments:
+        with segment.open("r+b") as file:
+            for offset in range(0, segment.stat().st_size, 1 << 20):
+                file.seek(offset + 4096)
+                file.write(b"\xa5" * 64)
+
+
+QWEN_PROMPTS = [random_tokens(10 + i, 300) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def said(qwen3: Path, pool_url: str, log_file: Path) -> list[list[int]]:
+    """Four requests in a cache that holds two of them. (The fifth start.)"""
+    settings = settings_of(qwen3, pool_url, block_size=32, num_gpu_blocks_override=30, max_model_len=512)
+    with engine(log_file, settings) as small:
+        alone = [small.ask("generate", prompts=[prompt], max_tokens=100)["tokens"][0] for prompt in QWEN_PROMPTS]
+        assert small.ask("reset")
+        together = small.ask("generate", prompts=QWEN_PROMPTS, max_tokens=100)
+        assert together["tokens"] == alone
+        assert small.ask("metrics")["vllm:num_preemptions"] > 0, "nobody was preempted: this test tested nothing"
+        assert together["external"] > 0
+        return alone
+
+
+def test_preempted_requests_say_the_same(said: list[list[int]]) -> None:
+    assert len(said) == len(QWEN_PROMPTS)
+
+
+def test_two_checkpoints_of_one_name_do_not_share(
+    qwen3: Path, qwen3_twin: Path, pool_url: str, log_file: Path, said: list[list[int]]
+) -> None:
+    """(The sixth start.)"""
+    assert qwen3.name == qwen3_twin.name
+    with engine(log_file, settings_of(qwen3_twin, pool_url, block_size=32, max_model_len=512)) as twin:
+        other = twin.ask("generate", prompts=QWEN_PROMPTS, max_tokens=NUM_NEW)
+        assert other["external"] == 0
+        assert other["tokens"] != [tokens[:NUM_NEW] for tokens in said]

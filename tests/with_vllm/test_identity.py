@@ -1,0 +1,78 @@
+"""What a server is named by: the same as the reference engine, for the same checkpoint, and different in every respect
+that changes KV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from headwater.engine.identity import engine_identity
+from headwater.integrations.vllm.declined import DeclinedError
+from headwater.integrations.vllm.identity import name_weights, server_identity, writer_group
+from headwater.integrations.vllm.options import read_options
+from headwater.models.checkpoint import open_checkpoint
+
+OPTIONS = read_options({}, "kv_both")
+
+
+def config_of(path: Path, **changes: Any) -> Any:
+    """As much of vLLM's configuration as an identity needs."""
+    import transformers
+
+    hf = transformers.AutoConfig.from_pretrained(path)
+    model = {"model": str(path), "dtype": torch.float32, "quantization": None, "hf_config": hf, "hf_text_config": hf}
+    model |= {"hf_overrides": {}, "revision": None, **changes.pop("model", {})}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model),
+        cache_config=SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
+        load_config=SimpleNamespace(load_format=changes.pop("load_format", "auto")),
+        kv_transfer_config=SimpleNamespace(engine_id=changes.pop("engine_id", "e")),
+        instance_id=changes.pop("instance_id", "i"),
+    )
+
+
+def identity(config: Any, options: Any = OPTIONS) -> bytes:
+    return server_identity(config, options, name_weights(config, options)).digest
+
+
+@pytest.mark.parametrize("name", ["qwen3", "smollm2"])
+def test_it_is_the_reference_engines(name: str, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(name)
+    assert identity(config_of(path)) == engine_identity(open_checkpoint(path), "float32", "auto").digest
+
+
+def test_everything_that_changes_kv_changes_it(qwen3: Path, qwen3_twin: Path) -> None:
+    found = [
+        identity(config_of(qwen3)),
+        identity(config_of(qwen3_twin)),
+        identity(config_of(qwen3, model={"dtype": torch.bfloat16})),
+        identity(config_of(qwen3, model={"quantization": "fp8"})),
+        identity(config_of(qwen3, model={"hf_overrides": {"rope_theta": 5000.0}})),
+        identity(config_of(qwen3), read_options({"epoch": 1}, "kv_both")),
+        identity(config_of(qwen3), read_options({"sample_weights": True}, "kv_both")),
+        identity(config_of(qwen3, load_format="dummy")),
+        identity(config_of(qwen3, load_format="dummy", instance_id="j")),
+    ]
+    assert len(set(found)) == len(found)
+
+
+def test_what_is_not_certain_is_declined(qwen3: Path, tmp_path: Path) -> None:
+    for config in (config_of(qwen3, cache_dtype="fp8"), config_of(qwen3, load_format="sharded_state")):
+        with pytest.raises(DeclinedError):
+            identity(config)
+    missing = config_of(qwen3, model={"model": "nobody/nothing"})
+    with pytest.raises(DeclinedError, match="not found"):
+        identity(missing)
+
+
+def test_servers_have_groups_of_their_own(qwen3: Path) -> None:
+    groups = [
+        writer_group(config_of(qwen3, engine_id=engine, instance_id=instance)) for engine in "ab" for instance in "cd"
+    ]
+    assert len(set(groups)) == 4
+    assert writer_group(config_of(qwen3)) == writer_group(config_of(qwen3))
+    assert all(0 < group < 1 << 63 for group in groups)

@@ -1,0 +1,126 @@
+"""The whole matrix in real vLLM: every direction of block sizes and tensor-parallel sizes, many requests in every load
+mode, and the reference engine on the same pool. Engines live one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwater.bench.vllm_engine import SRC, engine, settings_of
+
+from vllm_models import random_tokens
+
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
+
+CHUNK = 256
+NUM_NEW = 10
+
+
+def whole_chunks(prompts: list[list[int]]) -> int:
+    return sum(len(prompt) // CHUNK * CHUNK for prompt in prompts)
+
+
+# Each line: (tensor-parallel size, block size, which prompts must be hits, which prompt it writes)
+WALK: list[tuple[int, int, tuple[int, ...], int | None]] = [
+    (1, 32, (), 0),
+    (1, 64, (0,), 1),
+    (1, 128, (0, 1), 2),
+    (1, 32, (1, 2), None),
+    (2, 64, (0, 2), 3),
+    (1, 128, (3,), None),
+]
+
+
+def test_every_direction_of_block_sizes_and_between_one_and_two_ranks(
+    qwen3: Path, pool_url: str, log_file: Path
+) -> None:
+    """A prompt is computed once, by whoever comes first; all others find it and say the same."""
+    prompts = [random_tokens(100 + i, 520 + 30 * i) for i in range(4)]
+    with engine(log_file, settings_of(qwen3, None)) as plain:
+        expected = plain.ask("generate", prompts=prompts, max_tokens=NUM_NEW)["tokens"]
+    for tp, block_size, hits, writes in WALK:
+        with engine(log_file, settings_of(qwen3, pool_url, tp=tp, block_size=block_size)) as running:
+            for number in hits:
+                hit = running.ask("generate", prompts=[prompts[number]], max_tokens=NUM_NEW)
+                assert hit["external"] == whole_chunks([prompts[number]]), (tp, block_size, number)
+                assert hit["tokens"] == [expected[number]], (tp, block_size, number)
+            if writes is not None:
+                cold = running.ask("generate", prompts=[prompts[writes]], max_tokens=NUM_NEW)
+                assert cold["external"] == 0
+                assert cold["tokens"] == [expected[writes]]
+
+
+PREFIXES = [random_tokens(200 + i, 300) for i in range(4)]
+MANY = [[*PREFIXES[i % 4], *random_tokens(300 + i, 37 * (i + 1))] for i in range(16)]
+"""Sixteen prompts of 337 to 892 tokens; four of them begin with the same 300."""
+
+
+@pytest.fixture(scope="module")
+def said(qwen3: Path, log_file: Path) -> list[list[int]]:
+    with engine(log_file, settings_of(qwen3, None)) as plain:
+        return [plain.ask("generate", prompts=[prompt], max_tokens=NUM_NEW)["tokens"][0] for prompt in MANY]
+
+
+@pytest.mark.parametrize("load_mode", ["async", "layerwise", "blocking"])
+def test_sixteen_at_once(load_mode: str, qwen3: Path, pool_url: str, log_file: Path, said: list[list[int]]) -> None:
+    """Computed in parts of 256 tokens, with prefixes in common, and then loaded, all at once."""
+    extra = {"load_mode": load_mode, "epoch": 1 + len(load_mode)}  # each mode computes everything anew
+    more: dict[str, Any] = {"max_num_batched_tokens": 256, "extra": extra}
+    with engine(log_file, settings_of(qwen3, pool_url, block_size=32, **more)) as running:
+        cold = running.ask("generate", prompts=MANY, max_tokens=NUM_NEW)
+        assert cold["tokens"] == said
+        assert running.ask("reset")
+        hit = running.ask("generate", prompts=MANY, max_tokens=NUM_NEW)
+        assert hit["tokens"] == said
+        assert hit["external"] + hit["local"] >= whole_chunks(MANY)
+        assert hit["external"] > 0
+        assert running.ask("reset")
+        # What only the beginning is known of.
+        changed = [[*prompt[:-20], *random_tokens(400, 20)] for prompt in MANY[:4]]
+        partly = running.ask("generate", prompts=changed, max_tokens=NUM_NEW)
+        assert partly["external"] == sum((len(prompt) - 20) // CHUNK * CHUNK for prompt in changed)
+
+
+def reference(model: Path, pool: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """What the reference engine says, on the same pool."""
+    task = {"model": str(model), "pool": pool, "prompts": prompts, "max_tokens": NUM_NEW}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("reference_process.py"))],
+        input=json.dumps(task),
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("@")]
+    assert lines, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(lines[-1][1:])
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3", "smollm2"])
+def test_the_reference_engine_and_vllm_share(
+    name: str, request: pytest.FixtureRequest, pool_url: str, log_file: Path
+) -> None:
+    """The same checkpoint directory, the same pool, both ways, and the same continuation."""
+    model: Path = request.getfixturevalue(name)
+    ours, theirs = random_tokens(500, 600), random_tokens(501, 530)
+    first = reference(model, pool_url, [ours])
+    assert first["cached"] == [0]
+    with engine(log_file, settings_of(model, pool_url)) as running:
+        hit = running.ask("generate", prompts=[ours], max_tokens=NUM_NEW)
+        assert hit["external"] == whole_chunks([ours]), "what the reference engine wrote was not found"
+        assert hit["tokens"] == first["tokens"]
+        cold = running.ask("generate", prompts=[theirs], max_tokens=NUM_NEW)
+        assert cold["external"] == 0
+    again = reference(model, pool_url, [theirs])
+    assert again["cached"] == [whole_chunks([theirs])], "what vLLM wrote was not found"
+    assert again["tokens"] == cold["tokens"]

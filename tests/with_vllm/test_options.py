@@ -1,0 +1,148 @@
+"""Options are checked; requests are named by everything their KV depends on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from headwater.errors import EngineConfigError, HeadwaterError
+from headwater.integrations.vllm.inputs import Adapters, Inputs, request_inputs
+from headwater.integrations.vllm.options import read_options
+
+
+def test_what_nothing_is_said_of_has_its_default() -> None:
+    options = read_options({}, "kv_both")
+    assert options.connector.pool == "shm:///headwater"
+    assert options.connector.load_mode == "async"
+    assert options.connector.saves
+    assert options.connector.loads
+    assert options.load_failure_policy == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("role", "more", "saves", "loads"),
+    [
+        ("kv_both", {}, True, True),
+        ("kv_producer", {}, True, False),
+        ("kv_consumer", {}, False, True),
+        ("kv_consumer", {"consumer_is_to_put": True}, True, True),
+        ("kv_consumer", {"consumer_is_to_load": False}, False, False),
+    ],
+)
+def test_roles(role: str, more: dict[str, Any], saves: bool, loads: bool) -> None:
+    connector = read_options(more, role).connector
+    assert (connector.saves, connector.loads) == (saves, loads)
+
+
+def test_sizes_and_lists() -> None:
+    options = read_options({"staging": "64MiB", "pool": ["shm:///a", "file:///b"], "load_deadline_s": 1}, "kv_both")
+    assert options.connector.staging_bytes == 64 << 20
+    assert options.connector.pool == "shm:///a,file:///b"
+    assert options.connector.load_deadline_s == 1
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"pol": "shm:///a"},
+        {"pool": 3},
+        {"pool": []},
+        {"pool": [""]},
+        {"load_mode": "later"},
+        {"min_load_tokens": True},
+        {"min_load_tokens": 0},
+        {"save_decoded": 1},
+        {"load_deadline_s": 0},
+        {"chunk_tokens": 0},
+        {"staging": "much"},
+        {"load_failure_policy": "pray"},
+    ],
+)
+def test_what_cannot_be_meant_is_refused(extra: dict[str, Any]) -> None:
+    with pytest.raises(HeadwaterError):
+        read_options(extra, "kv_both")
+
+
+def test_a_role_is_needed() -> None:
+    with pytest.raises(EngineConfigError, match="kv_role"):
+        read_options({}, None)
+
+
+def request(**changes: Any) -> Any:
+    fields: dict[str, Any] = {"cache_salt": None, "lora_request": None, "mm_features": [], "prompt_embeds": None}
+    return SimpleNamespace(
+        **{**fields, "prompt_is_token_ids": None, "num_prompt_tokens": 4, "resumable": False, **changes}
+    )
+
+
+def image(identifier: str | None, offset: int = 1) -> Any:
+    position = SimpleNamespace(offset=offset, length=2)
+    return SimpleNamespace(identifier=identifier, modality="image", mm_position=position)
+
+
+def test_everything_that_changes_kv_changes_the_name() -> None:
+    embeds = torch.ones(4, 2)
+    inputs = [
+        request_inputs(request(**changes), Adapters())
+        for changes in (
+            {"cache_salt": "a"},
+            {"cache_salt": "b"},
+            {"cache_salt": "c" * 2000},
+            {"cache_salt": "d" * 2000},
+            {"mm_features": [image("x")]},
+            {"mm_features": [image("y")]},
+            {"mm_features": [image("x", 2)]},
+            {"prompt_embeds": embeds},
+            {"prompt_embeds": embeds * 2},
+            {"prompt_embeds": embeds.half()},
+            {"prompt_embeds": embeds, "prompt_is_token_ids": [True, False, False, False]},
+        )
+    ]
+    assert None not in inputs
+    assert len(set(inputs)) == len(inputs)
+    assert request_inputs(request(), Adapters()) == Inputs()
+
+
+def test_a_session_that_takes_tokens_back_is_private() -> None:
+    assert request_inputs(request(resumable=True), Adapters()) is None
+
+
+def test_an_image_without_a_hash_makes_a_request_private() -> None:
+    assert request_inputs(request(mm_features=[image(None)]), Adapters()) is None
+
+
+def save_lora(path: Path, weights: bytes, alpha: int = 16) -> Path:
+    path.mkdir(parents=True)
+    (path / "adapter_model.safetensors").write_bytes(weights)
+    (path / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
+    return path
+
+
+def lora(path: Path, number: int = 1, load_inplace: bool = False) -> Any:
+    return SimpleNamespace(lora_int_id=number, lora_path=str(path), lora_name="x", load_inplace=load_inplace)
+
+
+def test_an_adapter_is_its_weights_and_its_config(tmp_path: Path) -> None:
+    one, same = save_lora(tmp_path / "a", b"weights"), save_lora(tmp_path / "b", b"weights")
+    other, scaled = save_lora(tmp_path / "c", b"WEIGHTS"), save_lora(tmp_path / "d", b"weights", alpha=32)
+    adapters = Adapters()
+    digests = [adapters.digest(lora(path, number)) for number, path in enumerate((one, same, other, scaled), 1)]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def test_an_adapter_that_is_loaded_again_is_read_again(tmp_path: Path) -> None:
+    path, adapters = save_lora(tmp_path / "a", b"weights"), Adapters()
+    before = adapters.digest(lora(path))
+    (path / "adapter_model.safetensors").write_bytes(b"new ones")
+    assert adapters.digest(lora(path)) == before, "vLLM still has the old weights"
+    assert adapters.digest(lora(path, load_inplace=True)) != before
+
+
+def test_an_adapter_that_cannot_be_read_makes_a_request_private(tmp_path: Path) -> None:
+    assert request_inputs(request(lora_request=lora(tmp_path / "nowhere")), Adapters()) is None
