@@ -15,18 +15,14 @@ import pytest
 
 from headwater.bench.vllm_engine import EngineProcess, engine, settings_of
 
-from vllm_models import random_tokens
+from vllm_models import hit_tokens, random_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-CHUNK = 256
 PROMPTS = [random_tokens(1, 700, 40000), random_tokens(2, 300, 40000), random_tokens(3, 1030, 40000)]
+"""Two whose ends are worth a tail of their own, and one whose is not."""
 LATER = random_tokens(4, 600, 40000)
 NUM_NEW = 12
-
-
-def whole_chunks(prompt: list[int]) -> int:
-    return len(prompt) // CHUNK * CHUNK
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +49,7 @@ def test_a_second_request_hits_and_says_the_same(server: EngineProcess, expected
     hit = server.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)
     assert hit["tokens"] == cold["tokens"]
     assert hit["local"] == 0
-    assert hit["external"] == sum(map(whole_chunks, PROMPTS))
+    assert hit["external"] == sum(map(hit_tokens, PROMPTS))
     metrics = server.ask("metrics")
     assert metrics["vllm:headwater_loaded_bytes"] == hit["external"] * 30 * 3 * 2 * 64 * 4
     assert metrics["vllm:headwater_saved_bytes"] > 0
@@ -75,7 +71,7 @@ def test_salts_do_not_share(server: EngineProcess, expected: dict[str, list[list
         assert first["external"] == 0, "another tenant's KV was found"
         assert server.ask("reset")
         again = server.ask("generate", prompts=[PROMPTS[0]], max_tokens=NUM_NEW, salt=salt)
-        assert again["external"] == whole_chunks(PROMPTS[0])
+        assert again["external"] == hit_tokens(PROMPTS[0])
         assert first["tokens"] == again["tokens"] == [expected["tokens"][0]]
 
 
@@ -88,7 +84,7 @@ def test_after_a_reset_of_the_connector_nothing_old_is_found(
     assert fresh["external"] == 0
     assert server.ask("reset")
     again = server.ask("generate", prompts=[PROMPTS[0]], max_tokens=NUM_NEW)
-    assert again["external"] == whole_chunks(PROMPTS[0])
+    assert again["external"] == hit_tokens(PROMPTS[0])
     assert fresh["tokens"] == again["tokens"] == [expected["tokens"][0]]
 
 
@@ -100,7 +96,7 @@ def test_three_ranks_read_and_write_what_one_rank_does(
     settings = settings_of(smollm2, pool_url, tp=3, block_size=32, extra={"load_mode": "layerwise"})
     with engine(log_file, settings) as ranks:
         hit = ranks.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)
-        assert hit["external"] == sum(map(whole_chunks, PROMPTS))
+        assert hit["external"] == sum(map(hit_tokens, PROMPTS))
         later = ranks.ask("generate", prompts=[LATER], max_tokens=NUM_NEW)
         assert later["external"] == 0
         assert [*hit["tokens"], *later["tokens"]] == expected["tokens"]
@@ -113,7 +109,7 @@ def test_a_restarted_server_with_other_blocks_hits_and_survives_a_damaged_pool(
     with engine(log_file, settings_of(smollm2, pool_url, block_size=64, extra={"load_mode": "blocking"})) as restarted:
         hit = restarted.ask("generate", prompts=[*PROMPTS, LATER], max_tokens=NUM_NEW)
         assert hit["tokens"] == expected["tokens"]
-        assert hit["external"] == sum(map(whole_chunks, [*PROMPTS, LATER])), "what three ranks wrote was not found"
+        assert hit["external"] == sum(map(hit_tokens, [*PROMPTS, LATER])), "what three ranks wrote was not found"
         assert restarted.ask("reset")
         damage(pool_url)
         hurt = restarted.ask("generate", prompts=[*PROMPTS, LATER], max_tokens=NUM_NEW)

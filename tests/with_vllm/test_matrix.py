@@ -15,16 +15,12 @@ import pytest
 
 from headwater.bench.vllm_engine import SRC, engine, settings_of
 
-from vllm_models import random_tokens
+from vllm_models import hit_tokens, random_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
 CHUNK = 256
 NUM_NEW = 10
-
-
-def whole_chunks(prompts: list[list[int]]) -> int:
-    return sum(len(prompt) // CHUNK * CHUNK for prompt in prompts)
 
 
 # Each line: (tensor-parallel size, block size, which prompts must be hits, which prompt it writes)
@@ -49,7 +45,7 @@ def test_every_direction_of_block_sizes_and_between_one_and_two_ranks(
         with engine(log_file, settings_of(qwen3, pool_url, tp=tp, block_size=block_size)) as running:
             for number in hits:
                 hit = running.ask("generate", prompts=[prompts[number]], max_tokens=NUM_NEW)
-                assert hit["external"] == whole_chunks([prompts[number]]), (tp, block_size, number)
+                assert hit["external"] == hit_tokens(prompts[number]), (tp, block_size, number)
                 assert hit["tokens"] == [expected[number]], (tp, block_size, number)
             if writes is not None:
                 cold = running.ask("generate", prompts=[prompts[writes]], max_tokens=NUM_NEW)
@@ -79,7 +75,7 @@ def test_sixteen_at_once(load_mode: str, qwen3: Path, pool_url: str, log_file: P
         assert running.ask("reset")
         hit = running.ask("generate", prompts=MANY, max_tokens=NUM_NEW)
         assert hit["tokens"] == said
-        assert hit["external"] + hit["local"] >= whole_chunks(MANY)
+        assert hit["external"] + hit["local"] >= sum(len(prompt) // CHUNK * CHUNK for prompt in MANY)
         assert hit["external"] > 0
         assert running.ask("reset")
         # What only the beginning is known of.
@@ -117,10 +113,10 @@ def test_the_reference_engine_and_vllm_share(
     assert first["cached"] == [0]
     with engine(log_file, settings_of(model, pool_url)) as running:
         hit = running.ask("generate", prompts=[ours], max_tokens=NUM_NEW)
-        assert hit["external"] == whole_chunks([ours]), "what the reference engine wrote was not found"
+        assert hit["external"] == hit_tokens(ours), "what the reference engine wrote was not found"
         assert hit["tokens"] == first["tokens"]
         cold = running.ask("generate", prompts=[theirs], max_tokens=NUM_NEW)
         assert cold["external"] == 0
     again = reference(model, pool_url, [theirs])
-    assert again["cached"] == [whole_chunks([theirs])], "what vLLM wrote was not found"
+    assert again["cached"] == [hit_tokens(theirs)], "what vLLM wrote was not found"
     assert again["tokens"] == cold["tokens"]

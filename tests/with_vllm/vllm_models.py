@@ -37,3 +37,10 @@ def save_qwen3(directory: Path, seed: int, **changes: Any) -> Path:
 def random_tokens(seed: int, count: int, vocab: int = 500) -> list[int]:
     """The same tokens for the same seed."""
     return [random.Random(f"{seed} {i}").randrange(3, vocab) for i in range(count)]
+
+
+def hit_tokens(prompt: list[int], chunk_tokens: int = 256, min_tail: int = 32) -> int:
+    """How many tokens of a prompt come from the pool when it was computed before: all but the last, which is computed
+    in any case, or its whole chunks where what follows them is not worth a tail."""
+    tail = len(prompt) % chunk_tokens
+    return len(prompt) - 1 if tail >= min_tail or not tail else len(prompt) - tail

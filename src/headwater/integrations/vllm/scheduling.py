@@ -161,7 +161,8 @@ class Scheduling:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             inputs = request_inputs(request, self._adapters)
-            tracked = _Tracked(request, inputs, self._half, self._space, next_save=self._chunk_tokens)
+            tracked = _Tracked(request, inputs, self._half, self._space)
+            tracked.next_save = min(self._chunk_tokens, request.num_prompt_tokens)
             self._tracked[request.request_id] = tracked
             if inputs is not None:
                 tokens, (tenant, adapter, extras) = request.all_token_ids, inputs
@@ -180,18 +181,21 @@ class Scheduling:
                 tracked.block_ids += new_ids[0]
 
     def _save(self, tracked: _Tracked, num_computed: int, *, ends: bool) -> None:
-        """Order the chunks that are complete; with `ends` the tail too. Tokens that are not known yet do not count."""
+        """Order what is complete: chunks, a prompt's tail, with `ends` the request's. Tokens not known do not count."""
         request = tracked.request
         num_tokens = min(num_computed, request.num_tokens)
         tracked.next_save = (num_tokens // self._chunk_tokens + 1) * self._chunk_tokens
+        if num_tokens < request.num_prompt_tokens:
+            tracked.next_save = min(tracked.next_save, request.num_prompt_tokens)
         if tracked.inputs is None or not tracked.may_save or not num_tokens:
             return
         job = tracked.half.collect(
             request.request_id,
-            request.all_token_ids[:num_tokens],
+            request.all_token_ids,
             request.num_prompt_tokens,
             np.array(tracked.block_ids, np.int32),
             ends=ends,
+            num_computed=num_tokens,
         )
         if job is not None:
             self._orders.saves.append(SaveOrder(job, tracked.inputs.tenant, tracked.inputs.adapter))
