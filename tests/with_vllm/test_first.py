@@ -141,11 +141,11 @@ QWEN_PROMPTS = [random_tokens(10 + i, 300) for i in range(4)]
 @pytest.fixture(scope="module")
 def said(qwen3: Path, pool_url: str, log_file: Path) -> list[list[int]]:
     """Four requests in a cache that holds two of them. (The fifth start.)"""
-    settings = settings_of(qwen3, pool_url, block_size=32, num_gpu_blocks_override=30, max_model_len=512)
+    settings = settings_of(qwen3, pool_url, block_size=32, num_gpu_blocks_override=34, max_model_len=512)
     with engine(log_file, settings) as small:
-        alone = [small.ask("generate", prompts=[prompt], max_tokens=100)["tokens"][0] for prompt in QWEN_PROMPTS]
+        alone = [small.ask("generate", prompts=[prompt], max_tokens=150)["tokens"][0] for prompt in QWEN_PROMPTS]
         assert small.ask("reset")
-        together = small.ask("generate", prompts=QWEN_PROMPTS, max_tokens=100)
+        together = small.ask("generate", prompts=QWEN_PROMPTS, max_tokens=150)
         assert together["tokens"] == alone
         assert small.ask("metrics")["vllm:num_preemptions"] > 0, "nobody was preempted: this test tested nothing"
         assert together["external"] > 0

@@ -70,11 +70,15 @@ class Commands:
         return bool(self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
 
     def metrics(self) -> dict[str, float]:
-        """Every counter and gauge of vLLM, by name."""
+        """Every counter and gauge of vLLM, by name. (Its own `get_metrics` makes whole numbers of them.)"""
+        from prometheus_client import REGISTRY
+
         found: dict[str, float] = {}
-        for metric in self.llm.get_metrics():
-            if hasattr(metric, "value"):
-                found[metric.name] = found.get(metric.name, 0.0) + float(metric.value)
+        for metric in REGISTRY.collect():
+            for sample in metric.samples:
+                if sample.name.startswith("vllm:") and not sample.name.endswith(("_created", "_bucket")):
+                    name = sample.name.removesuffix("_total")
+                    found[name] = found.get(name, 0.0) + sample.value
         return found
 
 
