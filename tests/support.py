@@ -64,7 +64,13 @@ def empty_tiles(spec: KVSpec, chunk: ChunkRef, shard: Shard) -> Tiles:
 
 @contextmanager
 def temporary_url(scheme: str, tmp_path: object, options: str = "capacity=8MiB") -> Iterator[str]:
-    """A URL of a store that does not exist yet, and that is gone afterwards."""
+    """A URL of a store that does not exist yet, and that is gone afterwards.
+
+    Unless asked otherwise its calls may wait long: on a shared machine a disk stands still for a second now and then,
+    and a write that gave up for that is no defect.
+    """
+    if "deadline=" not in options:
+        options += "&deadline=30"
     if scheme == "memory":
         yield f"memory://?{options}"
         return

@@ -27,7 +27,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from headwater.connector import lookups
+from headwater.connector import asker
 from headwater.engine import executor
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
@@ -267,10 +267,10 @@ def silent_stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SilentStore]
 
 LOOKUPS = {"run", "exists", "lease", "touch"}
 SILENT = {
-    "look-ups": (LOOKUPS, lookups.DEADLINE_S, [0, 0, 0]),
+    "look-ups": (LOOKUPS, asker.DEADLINE_S, [0, 0, 0]),
     "reads": ({"read", "read_shard"}, LOAD_DEADLINE_S + GRACE_S, [0, 0, 0]),
     "writes": ({"write"}, 0.0, [512, 256, 0]),
-    "everything": ({*LOOKUPS, "read", "read_shard", "write"}, lookups.DEADLINE_S, [0, 0, 0]),
+    "everything": ({*LOOKUPS, "read", "read_shard", "write"}, asker.DEADLINE_S, [0, 0, 0]),
 }
 """What does not answer, how long that may keep all requests together, and what of each prompt is found."""
 

@@ -35,7 +35,8 @@ def fill(space: Space) -> None:
     for prompt in range(PROMPTS):
         chunks = space.keys([prompt] * 50).chunks()
         for shard in topology.shards(SPEC) if prompt % 3 == 0 else [SHARD]:
-            space.write(chunks, shard, [local_tiles(SPEC, chunk, shard) for chunk in chunks])
+            statuses = space.write(chunks, shard, [local_tiles(SPEC, chunk, shard) for chunk in chunks])
+            assert Status.TIMEOUT not in statuses, "nothing here takes long"
 
 
 @contextmanager

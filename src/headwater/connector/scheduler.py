@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from headwater.connector.asker import Asker
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job
-from headwater.connector.lookups import Lookups
 from headwater.kv.hashing import ChunkKeys, ChunkRef, Extra
 from headwater.pool.space import Match, Space
 
@@ -35,7 +35,7 @@ class SchedulerHalf:
     def __init__(self, space: Space, config: ConnectorConfig) -> None:
         self._space = space
         self._config = config
-        self._lookups = Lookups(local=space.local_index)
+        self._asker = Asker(local=space.local_index)
         self._known: dict[str, _Known] = {}
 
     def begin(
@@ -57,12 +57,12 @@ class SchedulerHalf:
         """How many of the first `max_tokens` tokens the pool has. No side effects; asked again, it looks again.
 
         Cost: hashing what is new of the tokens, and a few microseconds a chunk; where the pool's index is not on this
-        host, what `lookups` allows at most.
+        host, what `asker` allows at most.
         """
         if not self._config.loads:
             return 0
         known = self._know(request_id, tokens, len(tokens))
-        known.match = self._lookups.ask(lambda: self._space.match(known.keys, max_tokens=max_tokens), Match(()))
+        known.match = self._asker.ask(lambda: self._space.match(known.keys, max_tokens=max_tokens), Match(()))
         return known.match.num_tokens
 
     def start_load(
@@ -77,7 +77,7 @@ class SchedulerHalf:
         match = known.match
         assert match is not None, "start_load before num_matched"
         known.is_leased = True
-        self._lookups.ask(lambda: self._space.lease(match, request_id), None)
+        self._asker.ask(lambda: self._space.lease(match, request_id), None)
         wanted = tuple(c for c in match.chunks if c.first_token + c.num_tokens > num_local)
         targets = block_ids.copy()
         targets[:num_shared] = dummy_block
@@ -126,7 +126,7 @@ class SchedulerHalf:
         known = self._know(request_id, tokens, limit)
         chunks = self._chunks(known.keys, known.num_saved, limit)
         known.num_saved = limit
-        exist = self._lookups.ask(lambda: self._space.exists(chunks), [False] * len(chunks))
+        exist = self._asker.ask(lambda: self._space.exists(chunks), [False] * len(chunks))
         missing = [chunk for chunk, there in zip(chunks, exist, strict=True) if not there]
         # Children of what is missing are sent too: the pool takes chunks in order, parents before children.
         chunks = chunks[chunks.index(missing[0]) :] if missing else []
@@ -147,7 +147,7 @@ class SchedulerHalf:
     def _release(self, request_id: str, known: _Known) -> None:
         if known.is_leased:
             known.is_leased = False
-            self._lookups.tell(lambda: self._space.release(request_id))
+            self._asker.tell(lambda: self._space.release(request_id))
 
     def _know(self, request_id: str, tokens: Sequence[int], limit: int) -> _Known:
         """What is remembered of a request, with the keys of its first `limit` tokens at least."""

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from headwater.connector.lookups import DEADLINE_S, Lookups
+from headwater.connector.asker import DEADLINE_S, Asker
 from headwater.errors import InvalidArgumentError, StoreError
 
 from support import wait_until
@@ -16,19 +16,19 @@ from support import wait_until
 
 @pytest.mark.parametrize("local", [True, False])
 def test_answers_and_failures(local: bool) -> None:
-    lookups = Lookups(local=local)
-    assert lookups.ask(lambda: 5, 0) == 5
+    asker = Asker(local=local)
+    assert asker.ask(lambda: 5, 0) == 5
 
     def fail(error: Exception) -> int:
         raise error
 
-    assert lookups.ask(lambda: fail(StoreError("gone")), 7) == 7
+    assert asker.ask(lambda: fail(StoreError("gone")), 7) == 7
     with pytest.raises(InvalidArgumentError):
-        lookups.ask(lambda: fail(InvalidArgumentError("wrong")), 7)
+        asker.ask(lambda: fail(InvalidArgumentError("wrong")), 7)
 
 
 def test_a_late_answer_costs_its_deadline_once_and_what_follows_keeps_its_order() -> None:
-    lookups = Lookups(local=False)
+    asker = Asker(local=False)
     gate, calls = threading.Event(), []
 
     def late() -> int:
@@ -37,25 +37,25 @@ def test_a_late_answer_costs_its_deadline_once_and_what_follows_keeps_its_order(
         return 1
 
     begin = time.monotonic()
-    assert lookups.ask(late, 0) == 0
+    assert asker.ask(late, 0) == 0
     assert time.monotonic() - begin >= DEADLINE_S
     begin = time.monotonic()
     for _ in range(100):
-        assert lookups.ask(lambda: 1, 0) == 0, "asked while the first has not come back"
-    lookups.tell(lambda: calls.append("release"))
+        assert asker.ask(lambda: 1, 0) == 0, "asked while the first has not come back"
+    asker.tell(lambda: calls.append("release"))
     assert time.monotonic() - begin < DEADLINE_S, "somebody waited for a store that does not answer"
     assert calls == []
     gate.set()
     wait_until(lambda: calls == ["lease", "release"], what="the late calls")
     numbers = count()
-    wait_until(lambda: lookups.ask(lambda: next(numbers) >= 0, False), what="an answer")
+    wait_until(lambda: asker.ask(lambda: next(numbers) >= 0, False), what="an answer")
 
 
 def test_its_thread_ends_with_it() -> None:
     before = set(threading.enumerate())
-    lookups = Lookups(local=False)
-    assert lookups.ask(lambda: 1, 0) == 1
+    asker = Asker(local=False)
+    assert asker.ask(lambda: 1, 0) == 1
     (thread,) = set(threading.enumerate()) - before
-    del lookups
+    del asker
     thread.join(10)
     assert not thread.is_alive()

@@ -22,13 +22,13 @@ DEADLINE_S = 0.2
 """All requests of an engine wait while one of them is looked up."""
 
 
-class Lookups:
+class Asker:
     """Asks a store, for one thread. A store that fails is one that has nothing."""
 
     def __init__(self, *, local: bool) -> None:
         self._workers: Workers | None = None
         if not local:
-            self._workers = Workers(1, "headwater-lookups")
+            self._workers = Workers(1, "headwater-asker")
             weakref.finalize(self, self._workers.close)
 
     def ask(self, call: Callable[[], T], otherwise: T) -> T:
