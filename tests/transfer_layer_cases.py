@@ -249,9 +249,9 @@ def check_full_ring(url: str, device: str) -> None:
             saver.layer_done(0)
             assert saver.num_dropped == 6 + 1
             go.set()
-            for _ in range(3000):  # until the first layer has left
-                if pool.stats().store.pending_bytes == 5 * EXTENT and saver.ring.num_free * EXTENT >= 5 * LAYER:
-                    break
+            end = time.monotonic() + 30
+            while pool.stats().store.pending_bytes != 5 * EXTENT or saver.ring.num_free != 1:
+                assert time.monotonic() < end, "the first layer has not left"
                 time.sleep(0.01)
             saver.ring.give_back(held.num_bytes)
             for layer in range(1, SPEC.num_layers):

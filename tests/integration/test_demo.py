@@ -115,7 +115,7 @@ def test_a_server_that_does_not_start_says_why() -> None:
 
 def test_ctrl_c_leaves_nothing() -> None:
     before = set(leftovers())
-    command = [sys.executable, "-m", "headwater.cli", "demo", "--device", "cpu"]
+    command = [sys.executable, "-m", "headwater", "demo", "--device", "cpu"]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

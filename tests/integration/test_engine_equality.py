@@ -57,8 +57,11 @@ FACTORS: dict[str, list[Any]] = {
 
 def allowed(row: Row) -> bool:
     fits = "model" not in row or row.get("tp", 1) in TP_SIZES[row["model"]]
+    # The real model on three ranks takes minutes on a small machine, so that is asked of one request at a time.
+    slow = row.get("model") == "smollm2" and row.get("tp") == 3
+    slow = slow and (row.get("batch") == "together" or row.get("memory") == "tight")
     # One request alone is never preempted.
-    return fits and not (row.get("memory") == "tight" and row.get("batch") == "alone")
+    return fits and not slow and not (row.get("memory") == "tight" and row.get("batch") == "alone")
 
 
 ROWS = covering_array(FACTORS, allowed)

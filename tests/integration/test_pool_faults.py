@@ -393,7 +393,7 @@ class Server:
         options = ["--model", model, "--pool", pool, "--port", "0", "--device", "cpu", "--num-threads", "1"]
         options += ["--max-model-len", "800", "--num-pages", "60"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "headwater.cli", "serve", *options],
+            [sys.executable, "-m", "headwater", "serve", *options],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -40,7 +40,7 @@ ENGINE = ["--device", "cpu", "--num-pages", "256", "--max-model-len", "2048", "-
 
 
 def command(name: str, *options: str) -> list[str]:
-    return [sys.executable, "-m", "headwater.cli", name, *options, *ENGINE]
+    return [sys.executable, "-m", "headwater", name, *options, *ENGINE]
 
 
 def environment() -> dict[str, str]:

@@ -134,7 +134,7 @@ def test_help_is_quick_because_it_loads_no_numpy() -> None:
 
 def test_python_m_headwater_cli() -> None:
     env = os.environ | {"PYTHONPATH": SRC}
-    command = [sys.executable, "-m", "headwater.cli", "--version"]
+    command = [sys.executable, "-m", "headwater", "--version"]
     assert subprocess.run(command, env=env, capture_output=True, text=True, timeout=60).stdout == "headwater 0.1.0\n"
 
 

@@ -42,7 +42,7 @@ class LiveServer:
     def __init__(self, options: Sequence[str]) -> None:
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (see `close`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "headwater.cli", "serve", "--port", "0", *options],
+            [sys.executable, "-m", "headwater", "serve", "--port", "0", *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -1,4 +1,4 @@
-"""`python -m headwater.cli`: the same as the `headwater` command."""
+"""`python -m headwater`: the command, where it is not on the path."""
 
 from __future__ import annotations
 
