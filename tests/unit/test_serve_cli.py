@@ -18,7 +18,7 @@ from headwater.cli.engine_options import DEFAULT_MODEL, OPTIONS, needs_extra
 from headwater.cli.generate import generate
 from headwater.cli.serve import serve
 from headwater.engine.config import EngineConfig
-from headwater.errors import EngineConfigError, EngineError, InvalidArgumentError, UrlError
+from headwater.errors import ConfigError, EngineConfigError, EngineError, InvalidArgumentError, UrlError
 from headwater.serve.config import ServerConfig
 
 app = typer.Typer()
@@ -74,9 +74,18 @@ def test_options_arrive(served: list[ServerConfig], monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("args", "pool"),
-    [([], POOL), (["--no-pool"], None), (["--pool", "file:///x?capacity=1GiB"], "file:///x?capacity=1GiB")],
+    [
+        ([], POOL),
+        (["--no-pool"], None),
+        (["--pool", "file:///x?capacity=1GiB"], "file:///x?capacity=1GiB"),
+        (["--pool", "shm:///x?capacity=1GiB,redis://u:p@h/0"], "shm:///x?capacity=1GiB,redis://u:p@h/0"),
+        (["--pool", "fleet"], "fleet"),
+    ],
 )
-def test_a_pool_is_used_unless_told_otherwise(served: list[ServerConfig], args: list[str], pool: str | None) -> None:
+def test_a_pool_is_used_unless_told_otherwise(
+    served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, args: list[str], pool: str | None
+) -> None:
+    monkeypatch.setenv("HEADWATER_POOL_FLEET", "shm:///x,redis://h/0")
     assert invoke("serve", *args).exit_code == 0
     assert [config.engine.pool for config in served] == [pool]
 
@@ -86,7 +95,9 @@ def test_a_pool_is_used_unless_told_otherwise(served: list[ServerConfig], args: 
     [
         (["serve", "--pool", "shm:///x", "--no-pool"], InvalidArgumentError),
         (["serve", "--pool", "shem:///x"], UrlError),
+        (["serve", "--pool", "nowhere"], ConfigError),
         (["serve", "--pool", "memory://", "--tensor-parallel-size", "2"], EngineConfigError),
+        (["serve", "--pool", "memory://,redis://h/0", "--tensor-parallel-size", "2"], EngineConfigError),
         (["serve", "--page-size", "0"], EngineConfigError),
         (["serve", "--host", "0.0.0.0"], EngineConfigError),
         (["serve", "--dtype", "int3"], EngineConfigError),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from contextlib import ExitStack
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -91,15 +92,15 @@ def serve(
 
 def _choose_pool(url: str | None, no_pool: bool, config: EngineConfig) -> PoolChoice:
     from headwater.serve.default_pool import PoolChoice, choose_pool
-    from headwater.stores.url import StoreUrl, parse_url
+    from headwater.stores.config import find_pool
 
     if url is not None and no_pool:
         raise InvalidArgumentError("--pool and --no-pool contradict each other; give one of them")
     if no_pool:
         return PoolChoice(None, "none (--no-pool)")
     if url is not None:
-        parsed = parse_url(url)
-        return PoolChoice(url, f"{StoreUrl(parsed.scheme, parsed.path)} (as asked)")
+        tiers = [replace(tier, options=MappingProxyType({})) for tier in find_pool(url).urls]
+        return PoolChoice(url, f"{', '.join(map(str, tiers))} (as asked)")
     return choose_pool(num_ranks=config.tensor_parallel_size)
 
 

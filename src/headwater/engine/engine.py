@@ -27,6 +27,7 @@ from headwater.engine.sampler import SamplingBatch, make_sampling_batch, unpack_
 from headwater.engine.scheduler import Scheduler, Step
 from headwater.errors import EngineConfigError, EngineError, RequestError
 from headwater.models.checkpoint import Checkpoint, open_checkpoint
+from headwater.stores.base import TierStats
 
 LOAD_WAIT_S = 0.05
 """How long a step waits for the pool when it has nothing else to do; then its caller may look around."""
@@ -167,6 +168,10 @@ class Engine:
             num_generated_tokens=self._num_generated_tokens,
             pool=self._link.stats(),
         )
+
+    def tiers(self) -> tuple[TierStats, ...]:
+        """What rank 0 did with each tier of the pool; empty without a pool, or with one tier only."""
+        return self._link.tiers()
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached KV that no request is using; returns how many pages that was."""

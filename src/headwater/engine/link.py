@@ -13,6 +13,7 @@ from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job, Loaded
 from headwater.connector.scheduler import SchedulerHalf
 from headwater.connector.stats import TransferStats
+from headwater.stores.base import TierStats
 
 if TYPE_CHECKING:
     from headwater.engine.request import Request
@@ -74,6 +75,10 @@ class Link(Protocol):
         """What rank 0 moved."""
         ...
 
+    def tiers(self) -> tuple[TierStats, ...]:
+        """What rank 0 did with each tier of the pool; empty where there is one only."""
+        ...
+
 
 class NoPool:
     """The null object: nothing is there, and nothing is kept."""
@@ -106,6 +111,10 @@ class NoPool:
         """Nothing was moved."""
         return TransferStats()
 
+    def tiers(self) -> tuple[TierStats, ...]:
+        """There are none."""
+        return ()
+
 
 class Mover(Protocol):
     """Whoever has the KV: all ranks of the engine."""
@@ -132,6 +141,10 @@ class Mover(Protocol):
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the saves of all ranks."""
+        ...
+
+    def tiers(self) -> tuple[TierStats, ...]:
+        """What rank 0 did with each tier of the pool."""
         ...
 
     def transfer_stats(self) -> TransferStats:
@@ -227,3 +240,7 @@ class PoolLink:
             num_loaded_tokens=self._num_loaded,
             wait_seconds=self._wait_seconds,
         )
+
+    def tiers(self) -> tuple[TierStats, ...]:
+        """What rank 0 did with each tier of the pool; empty where there is one only."""
+        return self._mover.tiers()

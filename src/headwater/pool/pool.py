@@ -18,7 +18,7 @@ from headwater.locks import ForkSafeLock
 from headwater.pool.space import Space
 from headwater.pool.tenants import tenant_tag
 from headwater.stores import open_urls
-from headwater.stores.base import ChunkInfo, Progress, SpaceRef, Store, StoreStats, VerifyReport
+from headwater.stores.base import ChunkInfo, Progress, SpaceRef, Store, StoreStats, TierStats, VerifyReport
 from headwater.stores.config import find_pool
 from headwater.stores.events import Follower
 from headwater.stores.url import DEFAULT_URL, format_size
@@ -94,6 +94,10 @@ class Pool:
         with self._counts_lock:
             counts = dict(self._counts)
         return PoolStats(self._store.stats(), counts)
+
+    def tiers(self) -> tuple[TierStats, ...]:
+        """What this process did with each tier; empty where there is one only. Asks no server."""
+        return self._store.tiers()
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """Read and check everything. Damaged chunks are removed."""

@@ -102,6 +102,22 @@ class Failed(_Message, frozen=True):
     message: str
 
 
+class Tier(msgspec.Struct, frozen=True):
+    """What the engine did with one tier of its pool."""
+
+    name: str
+    """Its URL, without credentials."""
+    is_usable: bool
+    """False while its circuit breaker is open."""
+    breaker_trips: int
+    hits: int
+    hit_bytes: int
+    stored_bytes: int
+    waiting: int
+    failed: int
+    damaged: int
+
+
 class Stats(_Message, frozen=True):
     """A snapshot of the engine. Counters only grow."""
 
@@ -126,6 +142,8 @@ class Stats(_Message, frozen=True):
     pool_dropped_chunks: int = 0
     pool_damaged_chunks: int = 0
     num_steps: int = 0
+    tiers: list[Tier] = []
+    """Of a pool of several; fastest first."""
 
 
 ToEngine = Start | Submit | Abort | Shutdown

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from headwater.serve.messages import Stats
+from headwater.serve.messages import Stats, Tier
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -67,6 +67,19 @@ class Reading(Metric):
 
     def _samples(self) -> Iterator[str]:
         yield f"{self.name} {_number(self._read())}"
+
+
+class TierReadings(Metric):
+    """A number of each tier of the pool, read when the page is made."""
+
+    def __init__(self, name: str, help_text: str, kind: str, read: Callable[[], list[tuple[str, float]]]) -> None:
+        super().__init__(name, help_text)
+        self.kind = kind
+        self._read = read
+
+    def _samples(self) -> Iterator[str]:
+        for tier, number in self._read():
+            yield f"{self.name}{_labels([('tier', tier)])} {_number(number)}"
 
 
 class Info(Metric):
@@ -182,10 +195,29 @@ class ServerMetrics:
         for kind, rows in (("gauge", gauges), ("counter", counters)):
             for name, help_text, read in rows:
                 self._add(Reading(f"headwater_{name}", help_text, kind, _reader(stats, read)))
+        tier_gauges: list[tuple[str, str, Callable[[Tier], float]]] = [
+            ("usable", "1; 0 while its circuit breaker is open.", lambda t: t.is_usable),
+            ("waiting_chunks", "Chunks that this server is to copy there.", lambda t: t.waiting),
+        ]
+        tier_counters: list[tuple[str, str, Callable[[Tier], float]]] = [
+            ("breaker_trips_total", "How often the breaker opened.", lambda t: t.breaker_trips),
+            ("hits_total", "Pieces of chunks that rank 0 read there.", lambda t: t.hits),
+            ("hit_bytes_total", "Their bytes.", lambda t: t.hit_bytes),
+            ("stored_bytes_total", "Bytes stored there; in the first tier by all servers.", lambda t: t.stored_bytes),
+            ("failed_total", "Operations that failed.", lambda t: t.failed),
+            ("damaged_total", "Chunks that did not verify there.", lambda t: t.damaged),
+        ]
+        for kind, of_tiers in (("gauge", tier_gauges), ("counter", tier_counters)):
+            for name, help_text, of_tier in of_tiers:
+                self._add(TierReadings(f"headwater_tier_{name}", help_text, kind, _tier_reader(stats, of_tier)))
 
 
 def _reader(stats: Callable[[], Stats], read: Callable[[Stats], float]) -> Callable[[], float]:
     return lambda: read(stats())
+
+
+def _tier_reader(stats: Callable[[], Stats], read: Callable[[Tier], float]) -> Callable[[], list[tuple[str, float]]]:
+    return lambda: [(tier.name, read(tier)) for tier in stats().tiers]
 
 
 def _labels(pairs: Iterable[tuple[str, str]]) -> str:

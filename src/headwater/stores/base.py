@@ -315,6 +315,9 @@ class Store(Protocol):
     def stats(self) -> StoreStats:
         """The store now."""
 
+    def tiers(self) -> tuple[TierStats, ...]:
+        """Of a store of several: what this process did with each, fastest first. Asks no server."""
+
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """Read every byte and check every invariant; damaged chunks are removed."""
 

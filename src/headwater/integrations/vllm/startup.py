@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.connector.worker import DEFAULT_STAGING_BYTES
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, StoreError
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import Events, NoEvents
 from headwater.integrations.vllm.identity import name_weights, server_identity, server_spec, writer_group
@@ -23,6 +23,7 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
+from headwater.stores.config import find_pool
 from headwater.transfer.view import PagedView
 
 log = logging.getLogger(LOGGER)
@@ -53,11 +54,10 @@ def join(config: Any, cache: Any, options: Options, weights: str, *, is_first: b
     spec = server_spec(config, cache)
     identity = server_identity(config, options, weights)
     url, group = options.connector.pool, writer_group(config)
-    if url.startswith("memory:") and (
-        config.parallel_config.world_size > 1 or not (is_first or (url, group) in _pools)
-    ):
-        raise DeclinedError("memory:// lives in one process, and this vLLM has several; use a shm:// pool")
     try:
+        is_private = find_pool(url).urls[0].scheme == "memory"
+        if is_private and (config.parallel_config.world_size > 1 or not (is_first or (url, group) in _pools)):
+            raise StoreError("memory:// lives in one process, and this vLLM has several; use a shm:// pool")
         pool = _shared_pool(url, group)
         member = Membership(pool, identity, spec, options.chunk_tokens)
         member.space(identity.epoch)
@@ -78,7 +78,7 @@ def start_scheduling(
         block_size=_block_size(cache),
         num_ranks=config.parallel_config.world_size,
     )
-    log.info("Headwater: %s shares KV of %s", options.connector.pool, member.identity)
+    log.info("Headwater: %s shares KV of %s", find_pool(options.connector.pool), member.identity)
     return scheduling, member
 
 

@@ -30,6 +30,7 @@ from headwater.stores.base import (
     SpaceRef,
     Status,
     StoreStats,
+    TierStats,
     Tiles,
     VerifyReport,
 )
@@ -190,6 +191,9 @@ class EmbeddedStore:
     def stats(self) -> StoreStats:
         with self._open():
             return self._admin.stats(self._url)
+
+    def tiers(self) -> tuple[TierStats, ...]:
+        return ()
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         with self._open():

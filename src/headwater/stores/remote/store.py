@@ -25,6 +25,7 @@ from headwater.stores.base import (
     SpaceRef,
     Status,
     StoreStats,
+    TierStats,
     Tiles,
     VerifyReport,
 )
@@ -178,6 +179,10 @@ class RemoteStore:
     def counts(self) -> Counter[str]:
         """What this process did with the store: hits, hit_bytes, misses, stored, full, damaged, vanished, failed."""
         return self._guard.counts()
+
+    def tiers(self) -> tuple[TierStats, ...]:
+        """See `stores.base.Store.tiers`."""
+        return ()
 
     def stats(self) -> StoreStats:
         """See `stores.base.Store.stats`. What the backend does not say in time is zero; events are this process's."""

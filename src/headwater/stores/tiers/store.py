@@ -288,6 +288,10 @@ class TieredStore:
 
     def stats(self) -> StoreStats:
         """The first tier's figures, and a line for each tier."""
+        return replace(self._front.stats(), tiers=self.tiers())
+
+    def tiers(self) -> tuple[TierStats, ...]:
+        """See `stores.base.Store.tiers`."""
         counts, front = self._counts.now(), self._front.stats()
         first = TierStats(
             front.url,
@@ -299,7 +303,7 @@ class TieredStore:
             stored_bytes=front.stored_bytes,
             damaged=front.damaged,
         )
-        return replace(front, tiers=(first, *(tier.stats(self._copier.num_waiting) for tier in self._tiers)))
+        return (first, *(tier.stats(self._copier.num_waiting) for tier in self._tiers))
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """See `stores.base.Store.verify`: every tier that can be listed; figures are sums over them."""
