@@ -25,7 +25,7 @@ def config_of(path: Path, **changes: Any) -> Any:
 
     hf = transformers.AutoConfig.from_pretrained(path)
     model = {"model": str(path), "dtype": torch.float32, "quantization": None, "hf_config": hf, "hf_text_config": hf}
-    model |= {"hf_overrides": {}, "revision": None, **changes.pop("model", {})}
+    model |= {"hf_overrides": {}, "revision": None, "quantization_config": None, **changes.pop("model", {})}
     return SimpleNamespace(
         model_config=SimpleNamespace(**model),
         cache_config=SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
@@ -45,12 +45,22 @@ def test_it_is_the_reference_engines(name: str, request: pytest.FixtureRequest) 
     assert identity(config_of(path)) == engine_identity(open_checkpoint(path), "float32", "auto").digest
 
 
+def online(**settings: Any) -> Any:
+    from vllm.config.quantization import QuantizationConfigArgs
+
+    return QuantizationConfigArgs(**settings)
+
+
 def test_everything_that_changes_kv_changes_it(qwen3: Path, qwen3_twin: Path) -> None:
+    fp8 = {"quantization": "fp8"}
     found = [
         identity(config_of(qwen3)),
         identity(config_of(qwen3_twin)),
         identity(config_of(qwen3, model={"dtype": torch.bfloat16})),
-        identity(config_of(qwen3, model={"quantization": "fp8"})),
+        identity(config_of(qwen3, model=fp8)),
+        identity(config_of(qwen3, model={**fp8, "quantization_config": {"ignore": ["a"]}})),
+        identity(config_of(qwen3, model={**fp8, "quantization_config": online(ignore=["b"])})),
+        identity(config_of(qwen3, model={**fp8, "quantization_config": online(linear="fp8_per_token")})),
         identity(config_of(qwen3, model={"hf_overrides": {"rope_theta": 5000.0}})),
         identity(config_of(qwen3), read_options({"epoch": 1}, "kv_both")),
         identity(config_of(qwen3), read_options({"sample_weights": True}, "kv_both")),

@@ -17,10 +17,12 @@ from headwater.pool.space import Match, Space
 class _Known:
     """What is remembered of one request."""
 
-    __slots__ = ("is_leased", "job", "keys", "match", "num_saved")
+    __slots__ = ("adapter", "is_leased", "job", "keys", "match", "num_saved", "tenant")
 
-    def __init__(self, keys: ChunkKeys) -> None:
+    def __init__(self, keys: ChunkKeys, tenant: bytes = b"", adapter: bytes = b"") -> None:
         self.keys = keys
+        self.tenant = tenant
+        self.adapter = adapter
         self.match: Match | None = None
         self.job: Job | None = None
         """The load under way."""
@@ -51,7 +53,8 @@ class SchedulerHalf:
 
         `tokens` is its whole prompt, some of which the extras stand for.
         """
-        self._known[request_id] = _Known(self._space.keys(tokens, tenant=tenant, adapter=adapter, extras=extras))
+        keys = self._space.keys(tokens, tenant=tenant, adapter=adapter, extras=extras)
+        self._known[request_id] = _Known(keys, tenant, adapter)
 
     def num_matched(self, request_id: str, tokens: Sequence[int], max_tokens: int) -> int:
         """How many of the first `max_tokens` tokens the pool has. No side effects; asked again, it looks again.
@@ -62,6 +65,9 @@ class SchedulerHalf:
         if not self._config.loads:
             return 0
         known = self._know(request_id, tokens, len(tokens))
+        # Named again: between two questions of one request, the space may have seen many other tenants.
+        if known.tenant or known.adapter:
+            self._space.root(tenant=known.tenant, adapter=known.adapter)
         known.match = self._asker.ask(lambda: self._space.match(known.keys, max_tokens=max_tokens), Match(()))
         return known.match.num_tokens
 
@@ -82,6 +88,8 @@ class SchedulerHalf:
         targets = block_ids.copy()
         targets[:num_shared] = dummy_block
         known.job = Job(request_id, wanted, targets)
+        # Whether it is also in the tier that saves go to is no matter: until it has come, there is nothing to save.
+        known.num_saved = max(known.num_saved, match.num_tokens)
         return known.job
 
     def finish_load(self, request_id: str, num_chunks: int) -> int:
@@ -91,10 +99,11 @@ class SchedulerHalf:
             return 0
         job, known.job = known.job, None
         self._release(request_id, known)
+        if num_chunks < len(job.chunks):  # the engine computes the rest, which is then as good as new
+            known.num_saved = min(known.num_saved, job.chunks[num_chunks].first_token)
         if not num_chunks:
             return 0
         last = job.chunks[num_chunks - 1]
-        known.num_saved = max(known.num_saved, last.first_token + last.num_tokens)
         return last.first_token + last.num_tokens
 
     def collect(

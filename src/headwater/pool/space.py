@@ -111,7 +111,7 @@ class Space:
         salt = tenant_salt(self._tenant_secret, tenant)
         key = root_key(self.identity.digest, self.spec.digest, self.chunk_tokens, salt, adapter)
         with self._lock:
-            root = self._roots.get(key)
+            root = self._roots.pop(key, None)
             if root is None:
                 described = {"chunk_tokens": self.chunk_tokens, "tenant": tenant_tag(tenant)}
                 described |= {"adapter": adapter.hex()[:64], "label": self.identity.label[:128]}
@@ -119,7 +119,7 @@ class Space:
                 root = RootRef(self.ref, key, payload)
                 while len(self._roots) >= _MAX_ROOTS:
                     self._roots.pop(next(iter(self._roots)))
-                self._roots[key] = root
+            self._roots[key] = root  # the last one, now, to be forgotten
         return root
 
     def keys(
@@ -226,16 +226,14 @@ class Space:
                 f"one array for {len(chunks)} chunks must be writeable uint8 of shape {(len(chunks), *shape)}, each "
                 f"tile contiguous, and the chunks of one size; got {out.dtype} of shape {out.shape}"
             )
-        statuses = self._store.read_shard(
-            self._roots.get(chunks[0].root, self._any_root), chunks, shard, out, deadline_s
-        )
+        statuses = self._store.read_shard(self._root_or_any(chunks[0].root), chunks, shard, out, deadline_s)
         self._tally("read", shape[0] * shape[1] * shape[2] * statuses.count(Status.OK), statuses)
         return statuses
 
     def read_pieces(self, pieces: Sequence[Piece], *, deadline_s: float | None = None) -> list[Status]:
         """Read any mixture of shards of any chunks of this space."""
         ready = [self._ready(piece) for piece in pieces]
-        root = self._roots.get(pieces[0].chunk.root, self._any_root) if pieces else self._any_root
+        root = self._root_or_any(pieces[0].chunk.root) if pieces else self._any_root
         statuses = self._store.read(root, ready, deadline_s)
         self._tally("read", _moved(ready, statuses), statuses)
         return statuses
@@ -378,9 +376,14 @@ class Space:
         return self._store.pin(self._any_root, last.key, pinned) == Status.OK
 
     # ---- helpers ------------------------------------------------------------------------------------------------
+    def _root_or_any(self, key: bytes) -> RootRef:
+        """For reading, which needs no root; only what is brought to a faster tier does."""
+        with self._lock:
+            return self._roots.get(key, self._any_root)
+
     def _root_of(self, key: bytes) -> RootRef:
-        root = self._roots.get(key)
-        if root is None:
+        root = self._root_or_any(key)
+        if root.key != key:
             raise InvalidArgumentError(
                 "these chunks belong to another space, or to a tenant or adapter that this process has not named; "
                 "call Space.root(tenant=…, adapter=…) first"

@@ -159,8 +159,9 @@ def parse_url(text: str) -> StoreUrl:
     try:
         parts = urlsplit(text)
         path = unquote(parts.path, errors="strict")
-    except ValueError as error:
-        raise UrlError(f"{shown!r} is not a URL: {error}") from error
+    except ValueError:
+        # Not its own words, here and below: they may quote a piece of the password.
+        raise UrlError(f"{shown!r} is not a URL") from None
     if not path.isprintable():
         raise UrlError(f"{shown!r} has control characters in its path")
     if parts.scheme not in SCHEMES:
@@ -209,8 +210,11 @@ def _parse_remote(parts: SplitResult, path: str, options: MappingProxyType[str, 
         host = parts.hostname or ""
         port = parts.port or (DEFAULT_PORTS[parts.scheme] if host else 0)
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
-    except ValueError as error:
-        raise UrlError(f"{shown!r}: {error}") from error
+    except ValueError:
+        raise UrlError(
+            f"{shown!r}: the port is no number from 0 to 65535; '/', '?', '#' and '@' in a password must be written as "
+            "%2F, %3F, %23 and %40"
+        ) from None
     if not re.fullmatch(r"[A-Za-z0-9._:-]{1,255}", host) and (host or parts.scheme != "mooncake"):
         raise UrlError(f"{shown!r}: expected {parts.scheme}://HOST:PORT")
     if parts.scheme == "mooncake":

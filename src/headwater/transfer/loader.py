@@ -140,6 +140,10 @@ class Loader:
             self._thread.join(timeout_s)
             self._clock.join(timeout_s)
             self._carriers.close(timeout_s)
+        with self._changed:
+            left = list(self._open)
+        for load in left:  # the store has not answered, and nobody watches the clock any more
+            self._give_up(load)
 
     # ---- the receiver's thread ----------------------------------------------------------------------------------
     def _run(self) -> None:

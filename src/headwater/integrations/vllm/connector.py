@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -25,7 +27,7 @@ from headwater.integrations.vllm.clock import ThreadClock, timed
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import Events, NoEvents
 from headwater.integrations.vllm.messages import Greeting, StepOrders, StepReport
-from headwater.integrations.vllm.options import read_options
+from headwater.integrations.vllm.options import read_options, settle_load_mode
 from headwater.integrations.vllm.scheduling import Scheduling
 from headwater.integrations.vllm.startup import Membership, new_epoch, start_scheduling, start_working
 from headwater.integrations.vllm.stats import Differences, HeadwaterPromMetrics, HeadwaterStats
@@ -53,7 +55,9 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._options = read_options(transfer.kv_connector_extra_config, transfer.kv_role)
+        self._options = settle_load_mode(
+            read_options(transfer.kv_connector_extra_config, transfer.kv_role), vllm_config.max_concurrent_batches
+        )
         self._is_async = self._options.connector.load_mode == "async"
         self._member: Membership | None = None
         self._scheduling: Scheduling | None = None
@@ -72,6 +76,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             except DeclinedError as error:
                 log.warning("Headwater is off: %s", error)
+            except Exception:
+                log.exception("Headwater is off: it could not be started")
 
     # ---- the scheduler's side -----------------------------------------------------------------------------------
     @property
@@ -81,14 +87,16 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt."""
-        if self._scheduling is not None:
-            self._scheduling.add(request)
+        with self._survive():
+            if self._scheduling is not None:
+                self._scheduling.add(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How much the pool has beyond that, and whether vLLM is to go on without the request meanwhile."""
-        if self._scheduling is None:
-            return 0, False
-        num_new = self._scheduling.match(request, num_computed_tokens)
+        num_new = 0
+        with self._survive():
+            if self._scheduling is not None:
+                num_new = self._scheduling.match(request, num_computed_tokens)
         return num_new, bool(num_new) and self._is_async
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -98,14 +106,21 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The orders of this step."""
-        return StepOrders() if self._scheduling is None else self._scheduling.order(scheduler_output)
+        orders, scheduling = StepOrders(), self._scheduling
+        if scheduling is not None:
+            with self._survive():
+                orders = scheduling.order(scheduler_output)
+            if self._scheduling is None:
+                orders = scheduling.leave()
+        return orders
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Order the last save. Blocks are never held back for it."""
-        if self._scheduling is not None:
-            self._scheduling.finish(request, block_ids[0])
+        with self._survive():
+            if self._scheduling is not None:
+                self._scheduling.finish(request, block_ids[0])
         return False, None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -119,7 +134,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if isinstance(report, StepReport) and report.declined:
             self._switch_off(report.declined)
-        else:
+            return
+        with self._survive():
             self._scheduling.hear(report, connector_output.invalid_block_ids or set())
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -132,13 +148,23 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """Begin an epoch of this server's own: nobody else's chunks are touched, and none of them is used again."""
-        if self._scheduling is not None and self._member is not None:
-            self._scheduling.start_epoch(self._member.space(new_epoch()))
+        with self._survive():
+            if self._scheduling is not None and self._member is not None:
+                self._scheduling.start_epoch(self._member.space(new_epoch()))
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Chunks that can be found now, and some that are gone."""
         return self._events.take()
+
+    @contextmanager
+    def _survive(self) -> Iterator[None]:
+        """What goes wrong inside switches the connector off, and does not end vLLM."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("Headwater fails, and is left")
+            self._switch_off(f"{type(error).__name__}: {error}")
 
     def _switch_off(self, reason: str) -> None:
         log.warning("Headwater is off: %s", reason)
@@ -185,10 +211,16 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first thing of every step: take what is to be saved, before anything is written."""
         assert isinstance(kv_connector_metadata, StepOrders)
-        orders = kv_connector_metadata
-        if self._member is not None and isinstance(self._working, Working) and orders.epoch != self._working.epoch:
-            self._working.enter(self._member.space(orders.epoch))
-        self._working.save(orders)
+        orders, working = kv_connector_metadata, self._working
+        try:
+            if self._member is not None and isinstance(working, Working) and orders.epoch not in (None, working.epoch):
+                working.enter(self._member.space(orders.epoch))
+            working.save(orders)
+        except Exception as error:
+            log.exception("Headwater fails in this worker, and is left")
+            self._decline(f"{type(error).__name__}: {error}")
+            if isinstance(working, Working) and isinstance(self._working, Idle):
+                self._working.take_over(working.give_up())
 
     @timed
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

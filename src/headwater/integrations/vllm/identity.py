@@ -51,13 +51,27 @@ def server_identity(config: Any, options: Options, weights: str) -> Identity:
             weights=weights,
             run_dtype=dtype,
             kv_dtype=dtype,
-            quantization=str(model.quantization or "none"),
+            quantization=_quantization(model),
             rope=canonical_rope(_rope(model)),
             epoch=options.epoch,
             label=checkpoint_label(model.model),
         )
     except HeadwaterError as error:
         raise DeclinedError(f"the model cannot be named: {error}") from error
+
+
+def _quantization(model: Any) -> str:
+    """How weights are quantised as they are loaded; what the checkpoint itself says of it is among its bytes."""
+    name, given = str(model.quantization or "none"), model.quantization_config
+    if given is None:
+        return name
+    try:
+        text = json.dumps(given if isinstance(given, dict) else asdict(given), sort_keys=True, default=str)
+    except TypeError as error:
+        raise DeclinedError(f"this quantization config cannot be named: {error}") from error
+    if " at 0x" in text:
+        raise DeclinedError("this quantization config cannot be named: it has parts that only this process knows")
+    return f"{name}+{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def server_spec(config: Any, cache: Any) -> KVSpec:

@@ -28,21 +28,24 @@ class LoadOrder:
 
     job: Job
     num_local: int
+    tenant: bytes = b""
+    adapter: bytes = b""
 
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
     """One step, from the scheduler's side to all workers."""
 
-    epoch: int = 0
+    epoch: int | None = None
+    """None: as before."""
     saves: list[SaveOrder] = field(default_factory=list)
     """To be taken before the step computes anything: their blocks may be others' from then on."""
     loads: list[LoadOrder] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     is_idle: bool = False
     """Nothing is computed in this step."""
-    recovered_blocks: frozenset[int] = frozenset()
-    """Blocks whose failed load the scheduler has heard of: what is computed in them from now on is right."""
+    wrong_blocks: frozenset[int] = frozenset()
+    """Blocks that the step takes for computed and that are not: to be reported like those of a failed load."""
 
 
 @dataclass

@@ -5,14 +5,18 @@ A wrong option ends the start of vLLM: it was meant to do something.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.connector.config import ConnectorConfig
 from headwater.errors import EngineConfigError
+from headwater.integrations.vllm.declined import LOGGER
 from headwater.kv.hashing import DEFAULT_CHUNK_TOKENS, check_chunk_tokens
 from headwater.stores.url import DEFAULT_URL, parse_size
+
+log = logging.getLogger(LOGGER)
 
 ROLES = {"kv_both": "both", "kv_producer": "producer", "kv_consumer": "consumer"}
 FAILURE_POLICIES = ("recompute", "unchanged")
@@ -57,7 +61,7 @@ def read_options(extra: Mapping[str, Any], kv_role: str | None) -> Options:
             raise EngineConfigError(f"kv_connector_extra_config has {name!r}; known are {', '.join(sorted(_TYPES))}")
         expected = _TYPES[name]
         if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-            raise EngineConfigError(f"kv_connector_extra_config: {name} cannot be {value!r}")
+            raise EngineConfigError(f"kv_connector_extra_config: {name} cannot be a {type(value).__name__}")
     settings = dict(extra)
     own = {name: settings.pop(name) for name in ("sample_weights", "epoch") if name in settings}
     chunk_tokens = check_chunk_tokens(settings.pop("chunk_tokens", DEFAULT_CHUNK_TOKENS))
@@ -74,9 +78,25 @@ def read_options(extra: Mapping[str, Any], kv_role: str | None) -> Options:
     return Options(connector=connector, chunk_tokens=chunk_tokens, load_failure_policy=policy, **own)
 
 
+def settle_load_mode(options: Options, num_batches: int) -> Options:
+    """The options as they can be used in a vLLM that has so many steps under way at a time.
+
+    Where a step is scheduled before the last one's loads are known to have succeeded, vLLM cannot take back what was
+    computed from one that had not; so there, requests wait for their loads outside the batch.
+    """
+    if num_batches == 1 or options.connector.load_mode == "async":
+        return options
+    log.warning(
+        "Headwater: load_mode is async instead of %s, since this vLLM schedules steps ahead; --no-async-scheduling and "
+        "one pipeline stage allow it",
+        options.connector.load_mode,
+    )
+    return replace(options, connector=replace(options.connector, load_mode="async"))
+
+
 def _pool_url(pool: str | list[Any]) -> str:
     """One URL, or several, fastest first, as a list or with commas between them."""
     urls = pool if isinstance(pool, list) else [pool]
     if not urls or not all(isinstance(url, str) and url for url in urls):
-        raise EngineConfigError(f"pool is {pool!r}; expected a URL or a list of them")
+        raise EngineConfigError("kv_connector_extra_config: pool must be a URL or a list of them")
     return ",".join(urls)

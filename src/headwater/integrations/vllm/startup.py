@@ -77,6 +77,7 @@ def start_scheduling(
         events,
         block_size=_block_size(cache),
         num_ranks=config.parallel_config.world_size,
+        hashes_inputs=_hashes_inputs(config),
     )
     log.info("Headwater: %s shares KV of %s", find_pool(options.connector.pool), member.identity)
     return scheduling, member
@@ -120,6 +121,13 @@ def _staging_bytes(config: Any, options: Options, shard: Shard, view: PagedView)
     return max(DEFAULT_STAGING_BYTES["cpu"], min(MAX_STAGING_BYTES, num_tokens * layers * heads * row_bytes))
 
 
+def _hashes_inputs(config: Any) -> bool:
+    """Whether images and sounds have names that say what they are. Without any cache of its own vLLM only counts
+    them, and the third image of one server is not that of another."""
+    media = config.model_config.multimodal_config
+    return media is None or media.mm_processor_cache_gb > 0 or bool(config.cache_config.enable_prefix_caching)
+
+
 def _block_size(cache: Any) -> int:
     return int(cache.kv_cache_groups[0].kv_cache_spec.block_size)
 
@@ -133,8 +141,8 @@ def _weights_of_all_ranks(config: Any, options: Options) -> str:
     if group.rank_in_group == 0:
         try:
             answer = (name_weights(config, options), "")
-        except DeclinedError as error:
-            answer = ("", str(error))
+        except Exception as error:  # whatever it is, the other ranks wait for an answer
+            answer = ("", str(error) if isinstance(error, DeclinedError) else f"{type(error).__name__}: {error}")
     if group.world_size > 1:
         answer = group.broadcast_object(answer, src=0)
     if answer[1]:

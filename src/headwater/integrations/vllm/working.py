@@ -47,9 +47,6 @@ class Working:
         self._finished: set[str] = set()
         self._errors: set[int] = set()
         self._report = StepReport()
-        self._spoiled: set[int] = set()
-        """Blocks with a failed load that the scheduler has not heard of: what was computed from them is wrong."""
-        self.num_spoiled_saves = 0
 
     def enter(self, space: Space) -> None:
         """Use this space from now on."""
@@ -69,22 +66,21 @@ class Working:
         """Take what is to be saved out of the cache, before the step writes anything."""
         assert self._half is not None
         assert self._space is not None
-        self._spoiled -= orders.recovered_blocks
         for request_id in orders.cancelled:
             self._half.cancel(request_id)
         for order in orders.saves:
-            if not self._spoiled.isdisjoint(order.job.block_ids.tolist()):
-                self.num_spoiled_saves += 1
-                continue
             self._space.root(tenant=order.tenant, adapter=order.adapter)  # so that this process knows it
             self._half.save(self._kernel_job(order.job))
 
     def load(self, orders: StepOrders) -> None:
         """Start loads; in blocking mode they have ended on return."""
         assert self._half is not None
+        assert self._space is not None
+        self._errors |= orders.wrong_blocks
         mode = self._config.load_mode
         for order in orders.loads:
             self._loads[order.job.request_id] = order
+            self._space.root(tenant=order.tenant, adapter=order.adapter)  # for what is brought to a faster tier
             self._half.load(self._kernel_job(order.job), layerwise=mode == "layerwise")
         if mode == "blocking":
             self._wait(lambda: not self._loads, None)
@@ -128,6 +124,13 @@ class Working:
             self._half.close()
             self._half = None
 
+    def give_up(self) -> list[LoadOrder]:
+        """Close it; the loads that it has not reported, none of whose blocks is written any more."""
+        self.close()
+        orders = [*self._loads.values()]
+        self._loads.clear()
+        return orders
+
     # ---- loads that end -----------------------------------------------------------------------------------------
     def _arrive(self, loaded: Loaded) -> None:
         with self._arrival:
@@ -157,10 +160,7 @@ class Working:
         self._finished.add(job.request_id)
         self._report.num_chunks.setdefault(job.request_id, []).append(num_chunks)
         if num_chunks < len(job.chunks):
-            bad = failed_blocks(order, num_chunks, self._block_size)
-            self._errors |= bad
-            if self._config.load_mode != "async":  # there, nothing is computed before the scheduler has heard of it
-                self._spoiled |= bad
+            self._errors |= failed_blocks(order, num_chunks, self._block_size)
 
     def _kernel_job(self, job: Job) -> Job:
         """The job in blocks of the attention kernel, where those are smaller than vLLM's."""
@@ -182,11 +182,16 @@ class Idle:
         self._finished: set[str] = set()
         self._errors: set[int] = set()
 
+    def take_over(self, loads: list[LoadOrder]) -> None:
+        """Report loads that somebody else has left."""
+        self.load(StepOrders(loads=loads))
+
     def save(self, orders: StepOrders) -> None:
         """Nothing is saved."""
 
     def load(self, orders: StepOrders) -> None:
         """Everything fails."""
+        self._errors |= orders.wrong_blocks
         for order in orders.loads:
             self._finished.add(order.job.request_id)
             self._errors |= failed_blocks(order, 0, self._block_size)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import select
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from headwater.errors import BackendError, DeadlineError
 from headwater.stores.remote.base import Bytes
@@ -79,7 +81,7 @@ class Connection:
 
     def __init__(self, host: str, port: int, deadline: float, tls: ssl.SSLContext | None) -> None:
         try:
-            sock = socket.create_connection((host, port), timeout=_left(deadline))
+            sock = _connect(host, port, deadline)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if tls is not None:
                 sock.settimeout(_left(deadline))
@@ -160,7 +162,7 @@ class Connection:
         """An answer of exactly that length, straight into these targets; False where it is nil or empty."""
         line = self._line(deadline)
         if line[:1] == b"-":
-            raise BackendError(f"the server refused a read: {Refusal(line[1:].decode('utf-8', 'replace')).text}")
+            raise BackendError(f"the server refused a read: {Refusal(line[1:].decode('utf-8', 'replace')).code}")
         if line[:1] != b"$":
             raise BackendError(f"the server answered {line[:32]!r} instead of a value")
         announced = _number(line[1:])
@@ -214,6 +216,42 @@ class Connection:
         if not count:
             raise BackendError("the server closed the connection")
         return count
+
+
+def _connect(host: str, port: int, deadline: float) -> socket.socket:
+    """A connection to the first of a host's addresses that takes one. Raises OSError."""
+    refused: OSError | None = None
+    for family, kind, protocol, _, place in _addresses(host, port, deadline):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(_left(deadline))
+            sock.connect(place)
+            return sock
+        except OSError as error:
+            sock.close()
+            refused = error
+    raise refused or OSError(f"{host} has no address")
+
+
+def _addresses(host: str, port: int, deadline: float) -> list[Any]:
+    """Asking for a name has no deadline, and waits for half a minute where nobody answers: so, in a thread."""
+    found: list[Any] = []
+    failed: list[OSError] = []
+
+    def ask() -> None:
+        try:
+            found.extend(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=ask, name="headwater-names", daemon=True)
+    asking.start()
+    asking.join(_left(deadline))
+    if failed:
+        raise failed[0]
+    if asking.is_alive():
+        raise TimeoutError(f"nobody says where {host} is")
+    return found
 
 
 def _left(deadline: float) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headwater.errors import BackendError, DeadlineError, InvalidArgumentError
+from headwater.errors import BackendError, DeadlineError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import (
@@ -349,7 +349,4 @@ def _left(end: float, deadline_s: float | None) -> float | None:
     """What a slower tier may take: its own default unless the caller gave a deadline."""
     if deadline_s is None:
         return None
-    left = end - time.monotonic()
-    if left < 0:
-        raise InvalidArgumentError("deadline_s is negative")
-    return left
+    return max(0.0, end - time.monotonic())

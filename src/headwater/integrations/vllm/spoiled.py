@@ -1,0 +1,60 @@
+"""Blocks whose KV is not what vLLM takes it for.
+
+Where a load goes along with the step that needs it, vLLM counts its tokens as computed, and lets others share its
+blocks, before anybody knows whether it succeeds. After a failure it takes the request back, and expects it to compute
+the blocks again; if the request is aborted or preempted before it has, or computes them in several steps, others would
+read what is not there. So what is wrong is remembered here until it has been computed, nothing of it is saved, and
+whoever is about to use it is taken back in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class Spoiled:
+    """By block: how many of its tokens, from its first on, are right again."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._num_right: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._num_right)
+
+    def add(self, block_ids: Iterable[int]) -> None:
+        """Nothing in these blocks is right."""
+        self._num_right.update(dict.fromkeys(block_ids, 0))
+
+    def touches(self, block_ids: Iterable[int]) -> bool:
+        """Whether one of these blocks is spoiled."""
+        return not self._num_right.keys().isdisjoint(block_ids)
+
+    def num_right(self, block_ids: Sequence[int], num_computed: int) -> int:
+        """How many of a request's first `num_computed` tokens are right, counted from the first."""
+        for number, block in enumerate(block_ids[: -(-num_computed // self._block_size)]):
+            first = number * self._block_size
+            right = first + self._num_right.get(block, self._block_size)
+            if right < min(num_computed, first + self._block_size):
+                return right
+        return num_computed
+
+    def wrong(self, block_ids: Sequence[int], num_computed: int) -> set[int]:
+        """The first block that a request is about to read wrong tokens from, if there is one: vLLM takes it back to
+        there."""
+        right = self.num_right(block_ids, num_computed)
+        return {block_ids[right // self._block_size]} if right < num_computed else set()
+
+    def rewrite(self, block_ids: Sequence[int], start: int, end: int) -> None:
+        """Tokens `start` to `end` of a request are computed now, from what is right."""
+        size = self._block_size
+        for number in range(start // size, min(-(-end // size), len(block_ids))):
+            block, first = block_ids[number], number * size
+            right = self._num_right.get(block)
+            if right is None or first + right < start:
+                continue
+            if end - first >= size:
+                del self._num_right[block]
+            else:
+                # Begun anew, it may be right for less than before: those tokens were another request's.
+                self._num_right[block] = end - first
