@@ -447,6 +447,36 @@ def test_clear_remove_deletes_the_files(cli: Cli, place: Place, tmp_path: Path) 
     assert not (tmp_path / "pool").exists()
 
 
+def test_clear_remove_knows_names_and_takes_one_tier_at_a_time(
+    cli: Cli, place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place.fill(16)
+    monkeypatch.setenv("HEADWATER_POOL_FLEET", f"{place.url},file://{tmp_path}/below")
+    refused = cli("pool", "clear", "fleet", "--remove", "--yes")
+    assert refused.code == 1
+    assert f"2 tiers; name one of them: {place.url}" in refused.err
+    assert "server of its own" in cli("pool", "clear", "redis://127.0.0.1:1/0", "--remove", "--yes").err
+    monkeypatch.setenv("HEADWATER_POOL_ALONE", place.url)
+    assert cli("pool", "clear", "alone", "--remove", "--yes").code == 0
+    assert not place.directory.exists()
+
+
+@pytest.mark.parametrize("command", INSPECTING, ids=" ".join)
+def test_an_empty_name_is_no_pool(cli: Cli, command: list[str]) -> None:
+    """As of a variable that is not set: it must not mean everybody's."""
+    assert cli("pool", command[0], "", *command[1:]).code == 1
+
+
+def test_a_server_that_does_not_answer_is_no_empty_pool(cli: Cli, place: Place) -> None:
+    gone = "redis://127.0.0.1:1/0"
+    assert cli("pool", "stats", gone).code == 1
+    place.fill(16)
+    shown = cli("pool", "stats", f"{place.url},{gone}")
+    assert shown.code == 0
+    assert "no connection to 127.0.0.1:1" in " ".join(shown.out.split())
+    assert list(cli("pool", "stats", f"{place.url},{gone}", "--json").json["unreachable"]) == [gone]
+
+
 def test_clear_remove_takes_no_selection(cli: Cli, place: Place) -> None:
     place.fill(16)
     assert cli("pool", "clear", place.url, "--remove", "--yes", "--tenant", "acme").code == 2

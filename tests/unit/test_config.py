@@ -13,7 +13,7 @@ from headwater.errors import ConfigError, UrlError
 from headwater.kv.topology import whole_shard
 from headwater.pool import open_pool
 from headwater.pool.tenants import tenant_salt
-from headwater.stores.config import check_config, find_pool, read_config
+from headwater.stores.config import check_config, find_pool
 
 from support import gqa, identity, local_tiles
 
@@ -45,7 +45,8 @@ ENV = {"SALT": "0123456789abcdef", "REDIS_PASSWORD": "p@ss,redis://w/rd"}
 def test_tiers_as_tables_are_the_same_as_urls(tmp_path: Path) -> None:
     path = tmp_path / "headwater.toml"
     path.write_text(GOOD)
-    pools = read_config(str(path), ENV)
+    pools, problems = check_config(str(path), ENV)
+    assert not problems
     assert [str(url) for url in pools["laptop"].urls] == ["shm:///headwater?capacity=2GiB"]
     shm, file, redis = pools["fleet"].urls
     assert (shm.scheme, shm.size("capacity")) == ("shm", 8 << 30)
@@ -59,7 +60,7 @@ def test_tiers_as_tables_are_the_same_as_urls(tmp_path: Path) -> None:
 def test_nothing_that_is_shown_has_a_password(tmp_path: Path) -> None:
     path = tmp_path / "headwater.toml"
     path.write_text(GOOD)
-    pool = read_config(str(path), ENV)["fleet"]
+    pool = check_config(str(path), ENV)[0]["fleet"]
     assert ENV["REDIS_PASSWORD"] not in repr(pool) + str(pool)
     assert "0123456789abcdef" not in repr(pool)
     assert ":***@cache:6380" in str(pool)

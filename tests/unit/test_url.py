@@ -221,3 +221,11 @@ def test_a_quoted_path_reads_back_as_itself(text: str) -> None:
     """str() did not quote."""
     url = parse_url(text)
     assert parse_url(str(url)) == url
+
+
+@pytest.mark.parametrize("url", ["redis://u:SEC/RET@h/0", "redis://u:SEC@RET@h:x/0", "redis://u:SECRET@h:port/0"])
+def test_what_is_wrong_is_said_without_the_password(url: str) -> None:
+    with pytest.raises(UrlError) as caught:
+        parse_url(url)
+    assert "SEC" not in str(caught.value)
+    assert "RET" not in str(caught.value)

@@ -68,6 +68,13 @@ def test_what_cannot_be_meant_is_refused(extra: dict[str, Any]) -> None:
         read_options(extra, "kv_both")
 
 
+@pytest.mark.parametrize("pool", [["redis://u:SECRET@h", 5], {"url": "redis://u:SECRET@h"}])
+def test_a_refusal_shows_no_password(pool: Any) -> None:
+    with pytest.raises(EngineConfigError) as caught:
+        read_options({"pool": pool}, "kv_both")
+    assert "SECRET" not in str(caught.value)
+
+
 def test_a_role_is_needed() -> None:
     with pytest.raises(EngineConfigError, match="kv_role"):
         read_options({}, None)

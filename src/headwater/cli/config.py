@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from headwater.stores.url import StoreUrl
 
 config_app = typer.Typer(no_args_is_help=True, help="Check a configuration file.")
 
@@ -38,29 +41,16 @@ def check(
         for name, pool in pools.items():
             for number, url in enumerate(pool.urls, start=1):
                 rows.add_row(name if number == 1 else "", str(number), str(url))
-        console().print(rows)
+        if pools:
+            console().print(rows)
         for problem in problems:
             typer.echo(f"wrong: {problem}", err=True)
     raise typer.Exit(1 if problems else 0)
 
 
-def _ask(name: str, url: object) -> list[str]:
+def _ask(name: str, url: StoreUrl) -> list[str]:
     """What a remote tier answers, if that is an error."""
-    import time
+    from headwater.cli.target import why_unreachable
 
-    from headwater.errors import HeadwaterError
-    from headwater.stores.remote import connect
-    from headwater.stores.url import StoreUrl
-
-    assert isinstance(url, StoreUrl)
-    if not url.is_remote:
-        return []
-    try:
-        client = connect(url)
-        try:
-            client.ping(time.monotonic() + 5.0)
-        finally:
-            client.close()
-    except (HeadwaterError, OSError) as error:
-        return [f"pools.{name}: {url}: {error}"]
-    return []
+    reason = why_unreachable(url) if url.is_remote else None
+    return [] if reason is None else [f"pools.{name}: {url}: {reason}"]

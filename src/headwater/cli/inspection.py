@@ -12,7 +12,8 @@ from rich.table import Table
 
 from headwater.cli.listing import RootRow, Selection, by_root, chunk_as_dict, spec_of, weights_of
 from headwater.cli.output import HUMAN_ROWS, age, console, one_line, plural, print_json, progress, table
-from headwater.cli.target import open_existing
+from headwater.cli.target import open_existing, unreachable
+from headwater.errors import BackendError
 from headwater.stores.base import ChunkInfo, StoreStats
 from headwater.stores.url import format_size
 
@@ -21,10 +22,13 @@ Row = TypeVar("Row")
 
 def show_stats(url: str | None, as_json: bool) -> None:
     """`headwater pool stats`."""
+    away = unreachable(url)
     with closing(open_existing(url)) as store:
         stats = store.stats()
+    if away and not stats.tiers:
+        raise BackendError(*away.values())
     if as_json:
-        print_json(asdict(stats))
+        print_json({**asdict(stats), "unreachable": away})
         return
     rows = table("", "", "")
     rows.columns[1].justify = "right"
@@ -32,9 +36,9 @@ def show_stats(url: str | None, as_json: bool) -> None:
         rows.add_row(*row)
     console().print(stats.url, rows, sep="\n")
     if stats.tiers:
-        tiers = table("tier", "written", "breaker", "why it opened last")
+        tiers = table("tier", "written", "answers")
         for tier in stats.tiers:
-            tiers.add_row(tier.url, tier.write, tier.breaker, tier.breaker_reason)
+            tiers.add_row(tier.url, tier.write, away.get(tier.url, "yes"))
         console().print(tiers)
 
 

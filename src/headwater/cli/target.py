@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import closing
 
-from headwater.errors import StoreError, StorePermissionError, UrlError
+from headwater.errors import HeadwaterError, StoreError, StorePermissionError, UrlError
 from headwater.stores import open_store
 from headwater.stores.base import Store
+from headwater.stores.config import find_pool
 from headwater.stores.embedded import store_directory
-from headwater.stores.url import DEFAULT_URL, StoreUrl, parse_url
+from headwater.stores.remote import connect
+from headwater.stores.url import DEFAULT_URL, StoreUrl
+
+_PATIENCE_S = 5.0
 
 
 def find_existing(text: str | None) -> StoreUrl:
-    """The URL of a pool that exists, readable or not. Raises a StoreError where none does."""
-    url = parse_url(text or DEFAULT_URL)
+    """The URL of a pool on this host that exists, readable or not. Raises a StoreError where none does."""
+    url, *others = find_pool(DEFAULT_URL if text is None else text).urls
+    if others:
+        raise UrlError(f"that is {len(others) + 1} tiers; name one of them: {', '.join(map(str, (url, *others)))}")
+    if url.is_remote:
+        raise UrlError(f"{url} is a server of its own, with nothing to delete on this host")
     if url.scheme == "memory":
         raise UrlError(f"{url} is private to the process that made it; only shm:// and file:// can be looked at")
     directory = store_directory(url)
@@ -28,4 +38,20 @@ def find_existing(text: str | None) -> StoreUrl:
 
 def open_existing(text: str | None) -> Store:
     """Open a pool that exists and can be read. A server would replace an unreadable one; a command must not."""
-    return open_store(text or DEFAULT_URL, create=False)
+    return open_store(DEFAULT_URL if text is None else text, create=False)
+
+
+def unreachable(text: str | None) -> dict[str, str]:
+    """The remote tiers of a pool that do not answer, and what they say instead."""
+    tiers = [tier for tier in find_pool(DEFAULT_URL if text is None else text).urls if tier.is_remote]
+    return {str(tier): reason for tier in tiers if (reason := why_unreachable(tier)) is not None}
+
+
+def why_unreachable(url: StoreUrl) -> str | None:
+    """Why a remote store does not answer; None if it does."""
+    try:
+        with closing(connect(url)) as client:
+            client.ping(time.monotonic() + _PATIENCE_S)
+    except (HeadwaterError, OSError) as error:
+        return str(error)
+    return None

@@ -78,17 +78,20 @@ class EngineConfig:
                 _at_least_one(name, getattr(self, name))
         if self.memory_ratio is not None and not 0.0 < self.memory_ratio <= 1.0:
             raise EngineConfigError(f"memory_ratio is {self.memory_ratio}; expected above 0 and at most 1")
-        if self.tensor_parallel_size > 1 and self.pool is not None and _is_private(self.pool):
+        if self.pool is not None:
+            self._check_pool(self.pool)
+
+    def _check_pool(self, pool: str) -> None:
+        from headwater.stores.config import find_pool  # brings numpy, which a command line that is only parsed must not
+
+        first = find_pool(pool).urls[0]
+        if first.is_remote:
+            raise EngineConfigError(f"{first} needs a tier of this host before it, as in shm:///headwater,{first}")
+        if first.scheme == "memory" and self.tensor_parallel_size > 1:
             raise EngineConfigError(
                 f"a memory:// pool lives in one process, and each of the {self.tensor_parallel_size} ranks would have "
                 "one of its own and find nothing; use shm:// or file://"
             )
-
-
-def _is_private(pool: str) -> bool:
-    from headwater.stores.config import find_pool  # brings numpy, which a command line that is only parsed must not
-
-    return find_pool(pool).urls[0].scheme == "memory"
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

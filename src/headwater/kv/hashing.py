@@ -67,7 +67,7 @@ def root_key(
     for name, value in (("tenant", tenant), ("adapter", adapter)):
         if not isinstance(value, bytes) or len(value) > 1024:
             got = f"{len(value)} bytes" if isinstance(value, bytes) else type(value).__name__
-            raise InvalidArgumentError(f"{name} must be at most 1024 bytes, got {got}")
+            raise InvalidArgumentError(f"{name} must be of type bytes, and at most 1024 long; got {got}")
     return hashlib.sha256(
         b"headwater root\0"
         + struct.pack("<I", FORMAT_VERSION)

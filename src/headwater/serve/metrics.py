@@ -189,7 +189,7 @@ class ServerMetrics:
             ("pool_loaded_bytes_total", "KV brought from the pool, by rank 0.", lambda s: s.pool_loaded_bytes),
             ("pool_saved_bytes_total", "KV stored in the pool, by rank 0.", lambda s: s.pool_saved_bytes),
             ("pool_load_seconds_total", "Time that moving them took.", lambda s: s.pool_load_seconds),
-            ("pool_dropped_chunks_total", "Chunks not saved, for lack of room.", lambda s: s.pool_dropped_chunks),
+            ("pool_dropped_chunks_total", "Chunks not saved: too slow, or failed.", lambda s: s.pool_dropped_chunks),
             ("pool_damaged_chunks_total", "Chunks that did not verify.", lambda s: s.pool_damaged_chunks),
         ]
         for kind, rows in (("gauge", gauges), ("counter", counters)):

@@ -71,19 +71,13 @@ def find_pool(text: str, environment: Mapping[str, str] | None = None) -> PoolCo
             f"{text!r} is neither a URL nor a pool that is known here; set {variable} to its URLs, or "
             f"{CONFIG_VARIABLE} to a file that has it"
         )
-    pools = read_config(path, env)
-    if text not in pools:
-        known = ", ".join(sorted(pools)) or "none"
-        raise ConfigError(f"{path} has no pool {text!r}; it has {known}")
-    return pools[text]
-
-
-def read_config(path: str, environment: Mapping[str, str] | None = None) -> dict[str, PoolConfig]:
-    """Every pool of a file. Raises ConfigError with all that is wrong in it, a line for each."""
-    pools, problems = check_config(path, environment)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return pools
+    pools, problems = check_config(path, env)
+    if text in pools:
+        return pools[text]
+    own = [problem for problem in problems if problem.startswith(f"{path}: pools.{text}")]
+    if own or not pools:
+        raise ConfigError("; ".join(own or problems) or f"{path} has no pools")
+    raise ConfigError(f"{path} has no pool {text!r}; it has {', '.join(sorted(pools))}")
 
 
 def check_config(path: str, environment: Mapping[str, str] | None = None) -> tuple[dict[str, PoolConfig], list[str]]:
