@@ -358,7 +358,7 @@ def test_digests_of_a_wrong_length_are_refused(digest: bytes) -> None:
 @pytest.mark.parametrize("name", ["tenant", "adapter"])
 @pytest.mark.parametrize("value", ["text", bytearray(b"x"), None, bytes(1025)], ids=lambda value: type(value).__name__)
 def test_tenants_and_adapters_are_a_bounded_number_of_bytes(name: str, value: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"{name} must be at most 1024 bytes"):
+    with pytest.raises(InvalidArgumentError, match=f"{name} must be of type bytes, and at most 1024 long"):
         root_key(ROOT, ROOT, 4, **{name: value})
     root_key(ROOT, ROOT, 4, **{name: bytes(1024)})
 
