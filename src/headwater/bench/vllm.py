@@ -86,6 +86,7 @@ def _bench_model(plan: VllmBench, model: BenchModel, note: Note) -> _ModelFigure
                     if name == "none":
                         _beside_none(plan, headwater, peer, prompts, figures, note)
                     else:
+                        _fill(headwater, prompts.values())  # the cold prompts may have pushed some of them out
                         _fill(peer, prompts.values())
                         figures.hit[name] = _hits(plan, headwater, peer, prompts)
     return figures
