@@ -66,7 +66,9 @@ def run(plan: VllmBench, note: Note) -> dict[str, Any]:
     report: dict[str, Any] = {"machine": machine(), "block_size": BLOCK_SIZE, "pairs": plan.pairs, "models": {}}
     for model in plan.models:
         figures = _bench_model(plan, model, note)
-        report["models"][model.name] = _report(figures, plan, model)
+        report["models"][model.name] = found = _report(figures, plan, model)
+        longest = found["prompts"][str(max(plan.prompt_lens))]
+        note(f"{model.name}: " + ", ".join(f"{name} {value:.4g}" for name, value in longest.items() if value))
     return report | _bars(report["models"], plan)
 
 
