@@ -464,7 +464,9 @@ def test_clear_remove_knows_names_and_takes_one_tier_at_a_time(
 @pytest.mark.parametrize("command", INSPECTING, ids=" ".join)
 def test_an_empty_name_is_no_pool(cli: Cli, command: list[str]) -> None:
     """As of a variable that is not set: it must not mean everybody's."""
-    assert cli("pool", command[0], "", *command[1:]).code == 1
+    result = cli("pool", command[0], "", *command[1:])
+    assert result.code == 1
+    assert "unknown store scheme ''" in result.err
 
 
 def test_a_server_that_does_not_answer_is_no_empty_pool(cli: Cli, place: Place) -> None:

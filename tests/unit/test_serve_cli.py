@@ -96,7 +96,7 @@ def test_a_pool_is_used_unless_told_otherwise(
         (["serve", "--pool", "shm:///x", "--no-pool"], InvalidArgumentError),
         (["serve", "--pool", "shem:///x"], UrlError),
         (["serve", "--pool", "nowhere"], ConfigError),
-        (["serve", "--pool", "redis://h/0"], EngineConfigError),
+        (["serve", "--pool", "redis://h/0"], UrlError),
         (["serve", "--pool", "memory://", "--tensor-parallel-size", "2"], EngineConfigError),
         (["serve", "--pool", "memory://,redis://h/0", "--tensor-parallel-size", "2"], EngineConfigError),
         (["serve", "--page-size", "0"], EngineConfigError),

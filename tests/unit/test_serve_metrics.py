@@ -11,8 +11,9 @@ pytest.importorskip("msgspec")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.serve.messages import Stats, Tier
+from headwater.serve.messages import Stats, decode_from_engine, encode
 from headwater.serve.metrics import Counter, Histogram, Info, ServerMetrics
+from headwater.stores.base import TierStats
 
 SAMPLE = re.compile(r'^([a-z_]+)(\{([a-z]+="(?:[^"\\\n]|\\["\\n])*",?)+\})? (\+Inf|-?[0-9.e+-]+)$')
 
@@ -50,16 +51,18 @@ def test_everything_that_is_known_of_the_pool_is_on_the_page() -> None:
 
 
 def test_each_tier_has_its_own_samples() -> None:
-    numbers = {name: number for number, name in enumerate(Tier.__struct_fields__[2:], start=2)}
-    near = Tier("shm:///a", is_usable=True, **numbers)
-    away = Tier("redis://u:***@cache", is_usable=False, **{name: 10 * number for name, number in numbers.items()})
-    page = ServerMetrics(lambda: Stats(tiers=[near, away]), {}).render().decode()
+    names = {"hits": 2, "hit_bytes": 3, "stored_bytes": 4, "waiting": 5, "failed": 6, "damaged": 7, "breaker_trips": 8}
+    near = TierStats("shm:///a", "first", **names)
+    away = TierStats("redis://u:***@h", "back", **{name: 10 * n for name, n in names.items()}, breaker="open")
+    stats = decode_from_engine(encode(Stats(tiers=(near, away)))[4:])
+    assert isinstance(stats, Stats)
+    page = ServerMetrics(lambda: stats, {}).render().decode()
     assert 'headwater_tier_usable{tier="shm:///a"} 1\n' in page
-    assert 'headwater_tier_usable{tier="redis://u:***@cache"} 0\n' in page
-    for name, number in numbers.items():
+    assert 'headwater_tier_usable{tier="redis://u:***@h"} 0\n' in page
+    for name, number in names.items():
         sample = "waiting_chunks" if name == "waiting" else f"{name}_total"
         assert f'headwater_tier_{sample}{{tier="shm:///a"}} {number}\n' in page
-        assert f'headwater_tier_{sample}{{tier="redis://u:***@cache"}} {10 * number}\n' in page
+        assert f'headwater_tier_{sample}{{tier="redis://u:***@h"}} {10 * number}\n' in page
     assert "headwater_tier_usable{" not in ServerMetrics(Stats, {}).render().decode(), "a pool of one tier has none"
 
 

@@ -204,6 +204,21 @@ def test_who_shares_blocks_of_a_failed_load_is_taken_back(space: Space) -> None:
     assert not orders.wrong_blocks, "it is computed in this very step"
 
 
+def test_what_was_computed_from_a_failed_load_is_wrong_too(space: Space) -> None:
+    """Also when the blocks that failed have been computed since."""
+    fill(space, 600)
+    side, blocks = make_side(space, "blocking"), [*range(100, 144)]
+    fail_and_abort(side, blocks)
+    healer, other = make_request("b", 608), make_request("c", 720)
+    side.add(healer)
+    healer.num_computed_tokens = 256
+    assert not side.order(make_step(new=[(healer, blocks[:38])], scheduled={"b": 352})).wrong_blocks
+    side.add(other)
+    other.num_computed_tokens = 688
+    orders = side.order(make_step(new=[(other, [*blocks[:43], 300, 301])], scheduled={"c": 32}))
+    assert orders.wrong_blocks == {blocks[38]}
+
+
 def test_blocks_of_a_failed_load_are_as_good_as_others_once_they_are_written(space: Space) -> None:
     fill(space, 600)
     side, blocks = make_side(space, "blocking"), [*range(100, 144)]

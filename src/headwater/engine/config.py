@@ -82,12 +82,11 @@ class EngineConfig:
             self._check_pool(self.pool)
 
     def _check_pool(self, pool: str) -> None:
-        from headwater.stores.config import find_pool  # brings numpy, which a command line that is only parsed must not
+        # They bring numpy, which a command line that is only parsed must not.
+        from headwater.stores.config import find_pool
+        from headwater.stores.url import first_tier
 
-        first = find_pool(pool).urls[0]
-        if first.is_remote:
-            raise EngineConfigError(f"{first} needs a tier of this host before it, as in shm:///headwater,{first}")
-        if first.scheme == "memory" and self.tensor_parallel_size > 1:
+        if first_tier(find_pool(pool).urls).scheme == "memory" and self.tensor_parallel_size > 1:
             raise EngineConfigError(
                 f"a memory:// pool lives in one process, and each of the {self.tensor_parallel_size} ranks would have "
                 "one of its own and find nothing; use shm:// or file://"

@@ -14,6 +14,7 @@ import msgspec
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineError
+from headwater.stores.base import TierStats
 
 MAX_FRAME_BYTES = 64 << 20
 """A million token ids are 5 MiB; whatever announces more than this is not one of our frames."""
@@ -102,22 +103,6 @@ class Failed(_Message, frozen=True):
     message: str
 
 
-class Tier(msgspec.Struct, frozen=True):
-    """What the engine did with one tier of its pool."""
-
-    name: str
-    """Its URL, without credentials."""
-    is_usable: bool
-    """False while its circuit breaker is open."""
-    breaker_trips: int
-    hits: int
-    hit_bytes: int
-    stored_bytes: int
-    waiting: int
-    failed: int
-    damaged: int
-
-
 class Stats(_Message, frozen=True):
     """A snapshot of the engine. Counters only grow."""
 
@@ -142,7 +127,7 @@ class Stats(_Message, frozen=True):
     pool_dropped_chunks: int = 0
     pool_damaged_chunks: int = 0
     num_steps: int = 0
-    tiers: list[Tier] = []
+    tiers: tuple[TierStats, ...] = ()
     """Of a pool of several; fastest first."""
 
 

@@ -9,13 +9,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from headwater.serve.messages import Stats, Tier
+from headwater.serve.messages import Stats
+from headwater.stores.base import TierStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+Sample = tuple[tuple[tuple[str, str], ...], float]
+"""Labels, as (name, value), and a number."""
 
 
 class Metric:
@@ -58,28 +63,16 @@ class Counter(Metric):
 
 
 class Reading(Metric):
-    """A number that someone else keeps: read when the page is made."""
+    """Numbers that someone else keeps, each with its labels: read when the page is made."""
 
-    def __init__(self, name: str, help_text: str, kind: str, read: Callable[[], float]) -> None:
+    def __init__(self, name: str, help_text: str, kind: str, read: Callable[[], Iterable[Sample]]) -> None:
         super().__init__(name, help_text)
         self.kind = kind
         self._read = read
 
     def _samples(self) -> Iterator[str]:
-        yield f"{self.name} {_number(self._read())}"
-
-
-class TierReadings(Metric):
-    """A number of each tier of the pool, read when the page is made."""
-
-    def __init__(self, name: str, help_text: str, kind: str, read: Callable[[], list[tuple[str, float]]]) -> None:
-        super().__init__(name, help_text)
-        self.kind = kind
-        self._read = read
-
-    def _samples(self) -> Iterator[str]:
-        for tier, number in self._read():
-            yield f"{self.name}{_labels([('tier', tier)])} {_number(number)}"
+        for labels, number in self._read():
+            yield f"{self.name}{_labels(labels)} {_number(number)}"
 
 
 class Info(Metric):
@@ -195,11 +188,11 @@ class ServerMetrics:
         for kind, rows in (("gauge", gauges), ("counter", counters)):
             for name, help_text, read in rows:
                 self._add(Reading(f"headwater_{name}", help_text, kind, _reader(stats, read)))
-        tier_gauges: list[tuple[str, str, Callable[[Tier], float]]] = [
-            ("usable", "1; 0 while its circuit breaker is open.", lambda t: t.is_usable),
+        tier_gauges: list[tuple[str, str, Callable[[TierStats], float]]] = [
+            ("usable", "1; 0 while its circuit breaker is open.", lambda t: t.breaker == "closed"),
             ("waiting_chunks", "Chunks that this server is to copy there.", lambda t: t.waiting),
         ]
-        tier_counters: list[tuple[str, str, Callable[[Tier], float]]] = [
+        tier_counters: list[tuple[str, str, Callable[[TierStats], float]]] = [
             ("breaker_trips_total", "How often the breaker opened.", lambda t: t.breaker_trips),
             ("hits_total", "Pieces of chunks that rank 0 read there.", lambda t: t.hits),
             ("hit_bytes_total", "Their bytes.", lambda t: t.hit_bytes),
@@ -209,15 +202,15 @@ class ServerMetrics:
         ]
         for kind, of_tiers in (("gauge", tier_gauges), ("counter", tier_counters)):
             for name, help_text, of_tier in of_tiers:
-                self._add(TierReadings(f"headwater_tier_{name}", help_text, kind, _tier_reader(stats, of_tier)))
+                self._add(Reading(f"headwater_tier_{name}", help_text, kind, _tier_reader(stats, of_tier)))
 
 
-def _reader(stats: Callable[[], Stats], read: Callable[[Stats], float]) -> Callable[[], float]:
-    return lambda: read(stats())
+def _reader(stats: Callable[[], Stats], read: Callable[[Stats], float]) -> Callable[[], list[Sample]]:
+    return lambda: [((), read(stats()))]
 
 
-def _tier_reader(stats: Callable[[], Stats], read: Callable[[Tier], float]) -> Callable[[], list[tuple[str, float]]]:
-    return lambda: [(tier.name, read(tier)) for tier in stats().tiers]
+def _tier_reader(stats: Callable[[], Stats], read: Callable[[TierStats], float]) -> Callable[[], list[Sample]]:
+    return lambda: [((("tier", tier.url),), read(tier)) for tier in stats().tiers]
 
 
 def _labels(pairs: Iterable[tuple[str, str]]) -> str:

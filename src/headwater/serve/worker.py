@@ -36,12 +36,10 @@ from headwater.serve.messages import (
     StartFailed,
     Stats,
     Submit,
-    Tier,
     ToEngine,
     decode_to_engine,
     encode,
 )
-from headwater.stores.base import TierStats
 
 STATS_INTERVAL_S = 0.25
 PROGRESS_INTERVAL_S = 0.05
@@ -191,7 +189,7 @@ def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) ->
             pool_dropped_chunks=now.pool.num_dropped,
             pool_damaged_chunks=now.pool.num_damaged,
             num_steps=now.num_steps,
-            tiers=[_tier(tier) for tier in engine.tiers()],
+            tiers=engine.tiers(),
         )
 
     ready = Ready(
@@ -206,20 +204,6 @@ def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) ->
         sizing=engine.plan.explanation,
     )
     return Running(engine, ready, stats)
-
-
-def _tier(tier: TierStats) -> Tier:
-    return Tier(
-        name=tier.url,
-        is_usable=tier.breaker == "closed",
-        breaker_trips=tier.breaker_trips,
-        hits=tier.hits,
-        hit_bytes=tier.hit_bytes,
-        stored_bytes=tier.stored_bytes,
-        waiting=tier.waiting,
-        failed=tier.failed,
-        damaged=tier.damaged,
-    )
 
 
 def _start(channel: Channel, create: Creator) -> Running | None:

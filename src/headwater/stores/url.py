@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
@@ -149,6 +150,13 @@ def parse_urls(text: str) -> tuple[StoreUrl, ...]:
     if len({(url.scheme, url.host, url.port, url.path) for url in urls}) < len(urls):
         raise UrlError(f"the same store is given twice: {', '.join(map(str, urls))}")
     return urls
+
+
+def first_tier(urls: Sequence[StoreUrl]) -> StoreUrl:
+    """Where engines write. Raises UrlError where that is not on this host: their ranks fill chunks there together."""
+    if urls[0].is_remote:
+        raise UrlError(f"{urls[0]} cannot be the first tier; put one of this host before it, such as shm:///headwater")
+    return urls[0]
 
 
 def parse_url(text: str) -> StoreUrl:

@@ -132,15 +132,15 @@ class Scheduling:
         for request_id, num_scheduled in step.num_scheduled_tokens.items():
             tracked = self._tracked[request_id]
             num_computed = tracked.request.num_computed_tokens
-            # While its load is under way, what counts as computed is not there yet.
-            if num_computed >= tracked.next_save and tracked.job is None:
+            if num_computed >= tracked.next_save:
                 self._save(tracked, num_computed, ends=False)
             tracked.num_computed = num_computed + num_scheduled
-        orders, self._orders = self._orders, StepOrders()
+        orders = self._orders
         orders.epoch = self._space.identity.epoch
         orders.is_idle = not step.total_num_scheduled_tokens
         if self._spoiled:
             orders.wrong_blocks = self._look_for_wrong(step)
+        self._orders = StepOrders()  # last: `leave` finds them where something went wrong before
         return orders
 
     def leave(self) -> StepOrders:

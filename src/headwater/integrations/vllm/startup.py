@@ -24,6 +24,7 @@ from headwater.kv.topology import Shard, Topology
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
 from headwater.stores.config import find_pool
+from headwater.stores.url import first_tier
 from headwater.transfer.view import PagedView
 
 log = logging.getLogger(LOGGER)
@@ -55,11 +56,8 @@ def join(config: Any, cache: Any, options: Options, weights: str, *, is_first: b
     identity = server_identity(config, options, weights)
     url, group = options.connector.pool, writer_group(config)
     try:
-        first = find_pool(url).urls[0]
-        if first.is_remote:
-            raise StoreError(f"{first} needs a tier of this host before it, as in shm:///headwater,{first}")
         is_reachable = config.parallel_config.world_size == 1 and (is_first or (url, group) in _pools)
-        if first.scheme == "memory" and not is_reachable:
+        if first_tier(find_pool(url).urls).scheme == "memory" and not is_reachable:
             raise StoreError("memory:// lives in one process, and this vLLM has several; use a shm:// pool")
         pool = _shared_pool(url, group)
         member = Membership(pool, identity, spec, options.chunk_tokens)

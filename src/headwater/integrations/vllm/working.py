@@ -125,7 +125,7 @@ class Working:
             self._half = None
 
     def give_up(self) -> list[LoadOrder]:
-        """Close it; the loads that it has not reported, none of whose blocks is written any more."""
+        """Close it; the loads that it has not reported."""
         self.close()
         orders = [*self._loads.values()]
         self._loads.clear()

@@ -6,23 +6,19 @@ import hashlib
 import os
 from collections.abc import Sequence
 
-from headwater.errors import UrlError
 from headwater.stores.embedded import open_embedded
 from headwater.stores.embedded.journal import CURSOR_PREFIX
 from headwater.stores.remote import open_remote
 from headwater.stores.tiers.lower import LocalTier, LowerTier, RemoteTier
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
 from headwater.stores.tiers.store import TieredStore
-from headwater.stores.url import StoreUrl
+from headwater.stores.url import StoreUrl, first_tier
 
 
 def open_tiers(urls: Sequence[StoreUrl], group: int | None = None, *, create: bool = True) -> TieredStore:
     """Open all tiers. Those of this host must be there or be made; remote ones may be down, and are used when they
     are up."""
-    first, *rest = urls
-    if first.is_remote:
-        raise UrlError(f"{first} cannot be the first tier; put one of this host before it, such as shm:///headwater")
-    front = open_embedded(first, group, create=create)
+    front, rest = open_embedded(first_tier(urls), group, create=create), urls[1:]
     opened: list[LowerTier] = []
     try:
         for url in rest:
