@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor
 
 from headwater.engine.kvcache.layout import arrange
+from headwater.kernels.extent import SUM_BYTES, adds_up
 from headwater.kernels.xxh3 import unsigned
 from headwater.kv.spec import KVSpec, Plane
 from headwater.kv.topology import Shard, Split
@@ -205,3 +206,52 @@ def check_checksums(rng: random.Random, device: str, function: Callable[[Tensor]
     host = tiles.cpu().contiguous().view(-1, length) if length else None
     expected = [xxhash.xxh3_64_intdigest(row.numpy()) for row in host] if host is not None else None
     assert unsigned(got) == (expected or [xxhash.xxh3_64_intdigest(b"")] * got.numel()), (length, unit)
+
+
+SUMMED = [
+    KVSpec.gqa(num_layers=3, num_kv_heads=2, head_dim=32, dtype="float32"),
+    KVSpec.gqa(num_layers=2, num_kv_heads=3, head_dim=128, dtype="bfloat16"),
+    KVSpec.gqa(num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16"),
+]
+"""Whose rows divide a KiB."""
+
+
+def check_sums(rng: random.Random, device: str, move_rows: Mover, finish: Callable[..., None]) -> int:
+    """What a gather adds up, finished, is every tile's checksum, wherever `adds_up` says so; how many those were."""
+    spec = rng.choice(SUMMED)
+    order = rng.choice(ORDERS[:6])
+    rows = SUM_BYTES // spec.planes[0].row_bytes
+    view, data = cache_view(
+        spec,
+        Shard(range(spec.num_layers), range(spec.num_kv_heads)),
+        num_blocks=40,
+        block_size=rows,
+        order=order,
+        device=device,
+    )
+    first = rng.randrange(spec.num_kv_heads)
+    shard = Shard(range(spec.num_layers), range(first, rng.randint(first + 1, spec.num_kv_heads)))
+    blocks, spans, at = rng.sample(range(40), 40), [], 0
+    for _ in range(rng.randint(1, 5)):
+        count = rng.choice((rows, 2 * rows, 3 * rows, 5 * rows, 5 * rows + 1, max(1, rows - 1)))
+        spans.append(Span(blocks, at, count))
+        at += count
+    plan, layers = plan_spans(view, shard, spans), random_layers(rng, shard)
+    flat = torch.empty(plan.staged_bytes(len(layers)), dtype=torch.uint8, device=device)
+    sums = torch.full((len(flat) // SUM_BYTES + 1, 8), -1, dtype=torch.int64, device=device)
+    move_rows(build_move(plan, layers, flat, writable=True, sums=sums), scatter=False)
+    found = 0
+    for group, tiles in zip(plan.groups, plan.staged(flat, len(layers)), strict=True):
+        start = tiles.data_ptr() - flat.data_ptr()
+        for span, expected in zip(group, tiles.cpu().numpy(), strict=True):
+            naive = naive_tiles(view, data, shard, spans[span])[[shard.layers.index(layer) for layer in layers]]
+            assert np.array_equal(expected, naive)
+        if adds_up(view.pages, int(plan.spans.num_rows[group.start]), start):
+            out = torch.zeros(tiles.shape[:-1], dtype=torch.int64, device=device)
+            finish(tiles, sums[start // SUM_BYTES :], out)
+            wanted = [
+                xxhash.xxh3_64_intdigest(tile.tobytes()) for tile in tiles.cpu().numpy().reshape(-1, tiles.shape[-1])
+            ]
+            assert unsigned(out) == wanted
+            found += len(wanted)
+    return found

@@ -11,8 +11,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="Triton is not installed: its kernels are not checked here")
 
 from headwater.kernels.extent_triton import move_rows_triton  # noqa: E402
-from headwater.kernels.post import post  # noqa: E402
-from headwater.kernels.xxh3 import unsigned, xxh3_tiles, xxh3_tiles_cpu  # noqa: E402
+from headwater.kernels.post import fetch, post  # noqa: E402
+from headwater.kernels.touch import touch_rows  # noqa: E402
+from headwater.kernels.xxh3 import finish_tiles, unsigned, xxh3_tiles, xxh3_tiles_cpu  # noqa: E402
 from headwater.kv.format import checksum  # noqa: E402
 from headwater.kv.spec import KVSpec  # noqa: E402
 from headwater.kv.topology import whole_shard  # noqa: E402
@@ -22,7 +23,7 @@ from headwater.transfer.copy import copy_pieces, copy_tiles, register_host, unre
 from headwater.transfer.verify import staged_checksums, verify_staged  # noqa: E402
 from headwater.transfer.view import view_tensors  # noqa: E402
 
-from transfer_cases import check_checksums, check_gather, check_scatter, random_case  # noqa: E402
+from transfer_cases import check_checksums, check_gather, check_scatter, check_sums, random_case  # noqa: E402
 
 LENGTHS = [0, 1, 3, 4, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 144, 240]
 LENGTHS += [241, 256, 257, 1023, 1024, 1025, 1088, 1089, 17 * 1024 + 1, 17 * 1024 + 8, 131072]
@@ -190,3 +191,29 @@ def test_a_kernel_stores_straight_into_registered_memory(mapping):
     torch.cuda.synchronize()
     assert np.array_equal(mapping[: flat.numel()], flat.cpu().numpy())
     assert unsigned(staged_checksums(plan, flat, len(layers)))[0] == checksum(mapping[: plan.tile_bytes(0)].tobytes())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_checksums_that_a_gather_begins(seed):
+    check_sums(random.Random(seed), "cuda", move_rows_triton, finish_tiles)
+
+
+def test_fetched_numbers_arrive_though_their_memory_is_used_again():
+    """Behind a stream that is busy, many times over: whoever gets the pinned memory next must not be seen."""
+    busy = torch.randn(4096, 4096, device="cuda")
+    fetched = []
+    for number in range(200):
+        busy @ busy
+        fetched.append(fetch(torch.full((1000,), number), torch.device("cuda", 0)))
+    for number, tensor in enumerate(fetched):
+        assert (tensor == number).all()
+
+
+def test_touching_changes_nothing():
+    memory = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8).pin_memory()
+    before = memory.clone()
+    starts = memory.data_ptr() + torch.arange(4) * (16 << 20)
+    touch_rows(starts, 128 << 10, 16, 1 << 20, torch.device("cuda", 0))
+    touch_rows(starts[:1], 8, 1, 8, torch.device("cuda", 0))
+    torch.cuda.synchronize()
+    assert torch.equal(memory, before)

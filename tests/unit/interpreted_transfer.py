@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from headwater.kernels.extent_triton import CopyConfig, move_rows_triton
 from headwater.kernels.post_triton import post_triton
+from headwater.kernels.touch_triton import STEP_BYTES, touch_rows_triton
 from headwater.kernels.xxh3 import unsigned
-from headwater.kernels.xxh3_triton import HashConfig, xxh3_tiles_triton
+from headwater.kernels.xxh3_triton import HashConfig, finish_tiles_triton, xxh3_tiles_triton
 
-from transfer_cases import SPECS, check_checksums, check_gather, check_scatter
+from transfer_cases import SPECS, check_checksums, check_gather, check_scatter, check_sums
 
 torch.set_num_threads(1)
 
@@ -50,6 +51,12 @@ def test_checksums(seed, blocks, tiles):
     check_checksums(random.Random(seed), "cpu", partial(xxh3_tiles_triton, config=HashConfig(blocks, 4, tiles)))
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.tile_bytes}x{config.heads}")
+def test_checksums_that_a_gather_begins(config):
+    move_rows = partial(move_rows_triton, config=config)
+    assert sum(check_sums(random.Random(seed), "cpu", move_rows, finish_tiles_triton) for seed in range(6))
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_checksums_of_every_class(length):
     tiles = torch.randint(0, 256, (2, length), dtype=torch.uint8)
@@ -63,3 +70,22 @@ def test_answers(count):
         target = torch.zeros_like(source)
         post_triton(source, target)
         assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("width", [8, STEP_BYTES, STEP_BYTES + 8])
+def test_touching_reads_inside_the_rows(width, monkeypatch):
+    """Words that are read: of every row its first, and one of each further step; the last piece's are left behind."""
+    height, pitch = 3, 2 * STEP_BYTES
+    memory = torch.zeros(4 * height * pitch // 8, dtype=torch.int64)
+    for piece in range(4):
+        for row in range(height):
+            for step in range(-(-width // STEP_BYTES)):
+                memory[(piece * height * pitch + row * pitch + step * STEP_BYTES) // 8] = 1 + 10 * row + step
+    found = torch.zeros(256, dtype=torch.int32)
+    monkeypatch.setattr("headwater.kernels.touch_triton._nowhere", lambda device: found)
+    starts = torch.tensor([memory.data_ptr() + piece * height * pitch for piece in range(4)])
+    touch_rows_triton(starts, width, height, pitch, torch.device("cpu"))
+    steps = range(-(-width // STEP_BYTES))
+    expected = [1 + 10 * row + step for row in range(height) for step in steps]
+    assert found[: len(expected)].tolist() == expected
+    assert not found[len(expected) :].any()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the transfer needs torch")
 
+from headwater.kernels.extent import SUM_BYTES  # noqa: E402
 from headwater.kv.topology import Shard  # noqa: E402
 from headwater.transfer.device_ring import DeviceRing  # noqa: E402
 from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
@@ -20,8 +21,8 @@ CPU = torch.device("cpu")
 
 @given(
     st.integers(2, 9),
-    st.integers(1, 700),
-    st.lists(st.tuples(st.booleans(), st.integers(1, 900), st.integers(1, 12)), max_size=40),
+    st.integers(1, 2800),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 3600), st.integers(1, 12)), max_size=40),
 )
 def test_what_is_taken_is_nobody_elses(count: int, slot: int, steps: list[tuple[bool, int, int]]) -> None:
     ring = DeviceRing(slot, count * slot, CPU)
@@ -36,6 +37,7 @@ def test_what_is_taken_is_nobody_elses(count: int, slot: int, steps: list[tuple[
             span = range(room.start, room.start + room.num_units * unit)
             assert 1 <= room.num_units <= wanted
             assert span.stop <= size
+            assert span.start % SUM_BYTES == 0, "a gather's sums have their place beside it"
             assert all(span.stop <= other.start or other.stop <= span.start for other, _ in held)
             held.append((span, room.num_bytes))
         elif held:
@@ -49,14 +51,14 @@ def test_what_is_taken_is_nobody_elses(count: int, slot: int, steps: list[tuple[
 
 
 def test_what_does_not_fit_at_the_end_begins_anew() -> None:
-    ring = DeviceRing(256, 4 * 256, CPU)
-    first, second = ring.take(256, 2), ring.take(256, 1)
+    ring = DeviceRing(1024, 4 * 1024, CPU)
+    first, second = ring.take(1024, 2), ring.take(1024, 1)
     assert first is not None
     assert second is not None
     ring.give_back(first.num_bytes)
-    room = ring.take(300, 1)  # not in the last 256 bytes
+    room = ring.take(1200, 1)  # not in the last KiB
     assert room is not None
-    assert (room.start, room.num_bytes) == (0, 256 + 512)
+    assert (room.start, room.num_bytes) == (0, 1024 + 2048)
     assert ring.num_free == 0
     assert ring.take(1, 1) is None
     ring.give_back(second.num_bytes)

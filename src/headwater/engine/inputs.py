@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headwater.engine.batch import StepInput
+from headwater.kernels.post import fetch
 
 
 class Staged:
@@ -23,14 +24,13 @@ class Staged:
 
 
 def stage(step: StepInput, device: torch.device) -> Staged:
-    """Bring a step to the device: one copy, from pinned memory where that matters."""
+    """Bring a step to the device, in one piece and past whatever a load has queued on the copy engines."""
     starts = np.zeros(len(step.query_lens) + 1, dtype=np.int32)
     np.cumsum(step.query_lens, out=starts[1:])
     longs: list[npt.NDArray[Any]] = [step.token_ids, step.positions, step.slots, step.sample_rows]
     ints: list[npt.NDArray[Any]] = [starts, step.kv_lens, step.page_table]
     packed = torch.from_numpy(np.frombuffer(b"".join(a.tobytes() for a in (*longs, *ints)), dtype=np.uint8).copy())
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
+    packed = fetch(packed, device)
     at, tensors = 0, []
     for array in (*longs, *ints):
         dtype = torch.int64 if array.dtype == np.int64 else torch.int32

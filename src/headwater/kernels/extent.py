@@ -18,8 +18,12 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.dispatch import require, triton_missing_reason
+from headwater.kernels.post import fetch
 
 Table = npt.NDArray[np.int64]
+
+SUM_BYTES = 1024
+"""What XXH3 adds up before it scrambles."""
 
 
 class PlaneRow(NamedTuple):
@@ -111,7 +115,7 @@ class Spans:
         """All of it in one device tensor, on the current stream, without waiting: [4, spans] and then the blocks."""
         parts = (self.first_block, self.offset, self.num_rows, self.rows_before, self.blocks)
         flat = torch.from_numpy(np.concatenate(parts))
-        return flat.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else flat
+        return fetch(flat, device)
 
 
 class Target(NamedTuple):
@@ -150,6 +154,9 @@ class Move:
     staged: Compact | Sequence[Target]
     device_spans: Tensor | None = None
     """What `spans.upload` returned, where it has been uploaded before."""
+    sums: Tensor | None = None
+    """Of a gather into compact staging on CUDA: where to leave what XXH3 adds up of every KiB of it, int64 [KiB, 8],
+    as far as tiles lie so (`adds_up`)."""
 
     def check(self) -> None:
         """Raise InvalidArgumentError where the numbers cannot belong together. Memory is not looked at."""
@@ -194,6 +201,19 @@ def scatter_rows(move: Move) -> None:
     """Copy from extent order into the cache: the inverse of `gather_rows`. Bytes of no row of a span stay as they
     are. If two spans name one row, one of them wins."""
     _implementation(move.pages.device)(move, scatter=True)
+
+
+def adds_up(pages: Pages, num_rows: int, bytes_before: int) -> bool:
+    """Whether a gather that has `sums` leaves those of spans of that length, with so many bytes before them: every
+    plane of every tile must be whole KiB, and a row divide a KiB."""
+    row = pages.row_bytes[0]
+    return (
+        pages.dense
+        and pages.alignment >= 8
+        and set(pages.row_bytes) == {row}
+        and SUM_BYTES % row == 0
+        and num_rows * row % SUM_BYTES == bytes_before % SUM_BYTES == 0
+    )
 
 
 def common_alignment(numbers: Iterable[int]) -> int:

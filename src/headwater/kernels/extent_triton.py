@@ -1,4 +1,8 @@
-"""`gather_rows` and `scatter_rows` in Triton; the contract is in `extent`."""
+"""`gather_rows` and `scatter_rows` in Triton; the contract is in `extent`.
+
+A gather may leave the first half of its tiles' checksums behind (`Move.sums`): every byte is in its hands once, and to
+read all of them again would cost a computation that runs beside it as much as half the gather.
+"""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # ruff: noqa: N803 - compile-time arguments are in capitals, as is the custom in Triton
 
@@ -10,9 +14,10 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from headwater.kernels.extent import Compact, Move, ceil_div, common_alignment, next_power_of_2
+from headwater.kernels.extent import SUM_BYTES, Compact, Move, adds_up, ceil_div, common_alignment, next_power_of_2
+from headwater.kernels.post import fetch
+from headwater.kernels.xxh3_triton import add_up, xxh3_keys
 
 _UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
@@ -46,13 +51,17 @@ def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = N
         alignment = common_alignment([pages.alignment, address])
     else:
         table = np.array(move.staged, np.int64)
-        address, targets = 0, _upload(table, pages.device)
+        address, targets = 0, fetch(torch.from_numpy(table), pages.device)
         alignment = common_alignment([pages.alignment, *table.flatten().tolist()])
     unit = min(alignment, 8)
     columns = min(next_power_of_2(max(pages.row_bytes)), _MAX_COLUMNS_BYTES) // unit
-    heads = min(next_power_of_2(num_heads), config.heads)
+    sums = None if scatter else move.sums
+    heads = min(next_power_of_2(num_heads), config.heads if sums is None else 1)
     tokens = max(1, config.tile_bytes // (columns * unit * heads))
     tokens = min(tokens, next_power_of_2(spans.max_rows))
+    has_sums = sums is not None and isinstance(move.staged, Compact) and adds_up(pages, SUM_BYTES, 0)
+    if has_sums:
+        tokens = max(tokens, SUM_BYTES // max(pages.row_bytes))
     token_blocks = ceil_div(spans.max_rows, tokens)
     num_planes = len(pages.row_bytes)
     grid = (num_spans * token_blocks, len(move.layers) * num_planes, ceil_div(num_heads, heads))
@@ -61,6 +70,8 @@ def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = N
         device_spans,
         targets,
         address,
+        sums if has_sums else device_spans,
+        xxh3_keys(pages.device) if has_sums else device_spans,
         num_spans,
         token_blocks,
         len(move.layers),
@@ -77,16 +88,12 @@ def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = N
         DENSE=pages.dense,
         COMPACT=isinstance(move.staged, Compact),
         SCATTER=scatter,
+        ADDS_UP=has_sums,
         TOKENS=tokens,
         HEADS=heads,
         COLUMNS=columns,
         num_warps=config.num_warps,
     )
-
-
-def _upload(table, device: torch.device) -> Tensor:
-    host = torch.from_numpy(table)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 @triton.jit
@@ -95,6 +102,8 @@ def _move_kernel(
     spans,
     targets,
     address,
+    sums,
+    keys,
     num_spans,
     token_blocks,
     num_layers,
@@ -111,6 +120,7 @@ def _move_kernel(
     DENSE: tl.constexpr,
     COMPACT: tl.constexpr,
     SCATTER: tl.constexpr,
+    ADDS_UP: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -150,6 +160,23 @@ def _move_kernel(
     cache_rows = tl.multiple_of(in_cache.to(tl.pointer_type(UNIT)), ALIGNMENT)
     extent_rows = tl.multiple_of(in_extent.to(tl.pointer_type(UNIT)), ALIGNMENT)
     units = tl.multiple_of(row_bytes // UNIT_BYTES, ALIGNMENT // UNIT_BYTES)
+    if ADDS_UP:
+        # Rows are as wide as the program, and all of them together are whole KiB that lie side by side.
+        unit_column = tl.arange(0, COLUMNS)
+        here = tl.load(cache_rows[:, None] + unit_column[None, :], mask=valid[:, None], other=0)
+        tl.store(extent_rows[:, None] + unit_column[None, :], here, mask=valid[:, None])
+        in_tile = tl.load(plane + 6) * num_rows + first_row * row_bytes
+        before_tile = tl.load(spans + 3 * num_spans + span) * num_layers * token_bytes * num_heads
+        before_tile += (layer * num_heads + tl.program_id(2)) * tile_bytes
+        kib = tl.arange(0, TOKENS * COLUMNS // 128)
+        words = tl.reshape(here, (TOKENS * COLUMNS // 128, 64, 2)).to(tl.uint64, bitcast=True)
+        even, odd = add_up(words, in_tile // 1024 + kib, (tile_bytes - 1) // 64, keys)
+        is_whole = num_rows * row_bytes % 1024 + before_tile % 1024 == 0
+        kept = is_whole & (first_row * row_bytes + kib * 1024 < num_rows * row_bytes)
+        lanes = sums + (((before_tile + in_tile) // 1024 + kib) * 8)[:, None] + tl.arange(0, 4)[None, :]
+        tl.store(lanes, even.to(tl.int64), mask=kept[:, None])
+        tl.store(lanes + 4, odd.to(tl.int64), mask=kept[:, None])
+        return
     for start in range(0, units, COLUMNS):
         column = tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS)
         mask = valid[:, None] & (column < units)[None, :]

@@ -1,4 +1,4 @@
-"""`post` in Triton; the contract is in `post`."""
+"""`post` and `fetch` in Triton; the contracts are in `post`."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # ruff: noqa: N803 - compile-time arguments are in capitals, as is the custom in Triton
 
@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 def post_triton(source: Tensor, target: Tensor) -> None:
-    """Store into pinned memory, which has one address on the host and on the device."""
+    """Either way, between pinned memory, which has one address on the host and on the device, and a device's own."""
     count = source.numel()
     if count:
         _post_kernel[(ceil_div(count, _BLOCK),)](as_bytes(source), as_bytes(target), count, BLOCK=_BLOCK)

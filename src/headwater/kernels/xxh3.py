@@ -31,6 +31,29 @@ def xxh3_tiles(tiles: Tensor, out: Tensor | None = None) -> Tensor:
     return xxh3_tiles_cpu(tiles, out)
 
 
+def finish_tiles(tiles: Tensor, sums: Tensor, out: Tensor) -> None:
+    """`xxh3_tiles` of contiguous tiles [a, b, c, bytes] on CUDA, of which a gather has left the sums (`extent.Move`).
+
+    One launch on the current stream, without waiting, which reads a sixteenth of the bytes.
+    """
+    require(
+        tiles.dim() == MAX_LEADING_AXES + 1
+        and tiles.is_contiguous()
+        and out.is_contiguous()
+        and out.shape == tiles.shape[:-1]
+        and sums.is_contiguous()
+        and sums.numel() * 128 >= tiles.numel(),
+        "contiguous tiles, an int64 for each and eight for each KiB of them",
+        tiles=tiles,
+        sums=sums,
+        out=out,
+    )
+    from headwater.kernels.xxh3_triton import finish_tiles_triton
+
+    if out.numel():
+        finish_tiles_triton(tiles, sums, out)
+
+
 def verify_tiles(tiles: Tensor, expected: Tensor) -> Tensor:
     """Whether each tile has the checksum that `expected` (int64 [...], on the same device) says: bool [...].
 

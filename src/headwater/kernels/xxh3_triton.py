@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.kernels.extent import ceil_div, common_alignment, next_power_of_2
+from headwater.kernels.extent import SUM_BYTES, ceil_div, common_alignment, next_power_of_2
 from headwater.kernels.xxh3 import check_tiles, signed
 from headwater.kernels.xxh3_short import xxh3_short
 
@@ -42,10 +42,7 @@ _SCRAMBLE = tl.constexpr(PRIME32_1)
 _LENGTH = tl.constexpr(PRIME64_1)
 _AVALANCHE = tl.constexpr(0x165667919E3779F9)
 
-BLOCK_BYTES = 1024
-"""Sixteen stripes, after which comes a scrambling."""
-
-# Where each group of words begins in the table of `_keys`.
+# Where each group of words begins in the table of `xxh3_keys`.
 _ACCUMULATE, _START, _MIX, _LAST, _MERGE = (tl.constexpr(at) for at in (0, 128, 136, 144, 152))
 
 
@@ -84,8 +81,8 @@ def _long(
     alignment: int,
     config: HashConfig,
 ) -> None:
-    keys = _keys(tiles.device)
-    num_blocks = (length - 1) // BLOCK_BYTES  # whole ones that a scrambling ends; what is left is never empty
+    keys = xxh3_keys(tiles.device)
+    num_blocks = (length - 1) // SUM_BYTES  # whole ones that a scrambling ends; what is left is never empty
     sums = torch.empty((num_tiles, num_blocks + 1, 8), dtype=torch.int64, device=tiles.device)
     blocks = min(config.blocks, next_power_of_2(num_blocks + 1))
     _sum_kernel[(num_tiles, ceil_div(num_blocks + 1, blocks))](
@@ -100,14 +97,34 @@ def _long(
         BLOCKS=blocks,
         num_warps=config.sum_warps,
     )
+    _finish(tiles, sums, out, num_tiles, length, place, alignment, config)
+
+
+def finish_tiles_triton(tiles: Tensor, sums: Tensor, out: Tensor) -> None:
+    """The checksums of contiguous tiles of whole KiB, of which the first half is done: `sums`, int64 [KiB, 8]."""
+    length, num_tiles = tiles.shape[-1], out.numel()
+    place = (tiles.shape[1], tiles.shape[2], *tiles.stride()[:-1])
+    _finish(tiles, sums, out, num_tiles, length, place, common_alignment([tiles.data_ptr(), length]), HashConfig())
+
+
+def _finish(
+    tiles: Tensor,
+    sums: Tensor,
+    out: Tensor,
+    num_tiles: int,
+    length: int,
+    place: tuple[int, ...],
+    alignment: int,
+    config: HashConfig,
+) -> None:
     _finish_kernel[(ceil_div(num_tiles, config.tiles),)](
         tiles,
         sums,
-        keys,
+        xxh3_keys(tiles.device),
         out,
         num_tiles,
         *place,
-        num_blocks,
+        (length - 1) // SUM_BYTES,
         length,
         WORD_BYTES=min(common_alignment([alignment, length]), 8),
         TILES=config.tiles,
@@ -122,8 +139,8 @@ def _secret(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _keys(device: torch.device) -> Tensor:
-    """Every word that the two kernels need. Words of even and of odd lanes are apart, in groups of four."""
+def xxh3_keys(device: torch.device) -> Tensor:
+    """Every word that the kernels need. Words of even and of odd lanes are apart, in groups of four."""
 
     def word(at: int) -> int:
         return int.from_bytes(SECRET[at : at + 8], "little")
@@ -179,6 +196,28 @@ def load_keys(keys, at):
 
 
 @triton.jit
+def add_up(words, block, num_stripes, keys):
+    """What some blocks of a tile add to the accumulators, from their words [block, pair, even or odd], of which there
+    are 128 each: even lanes and odd lanes, each [block, 4]. Stripes from `num_stripes` on do not count."""
+    valid = (block * 16)[:, None] + (tl.arange(0, 64) // 4)[None, :] < num_stripes
+    even, odd = tl.split(words)
+    return _add_pairs(even, odd, valid, keys)
+
+
+@triton.jit
+def _add_pairs(even, odd, valid, keys):
+    pair = tl.arange(0, 64)
+    # A word goes into its own lane by its product, and into its neighbour's as it is.
+    even_sum = multiply_halves(even ^ load_keys(keys, _ACCUMULATE + pair)[None, :]) + odd
+    odd_sum = multiply_halves(odd ^ load_keys(keys, _ACCUMULATE + 64 + pair)[None, :]) + even
+    even_sum = tl.where(valid, even_sum, 0)
+    odd_sum = tl.where(valid, odd_sum, 0)
+    even_lanes = tl.sum(tl.reshape(even_sum, (even.shape[0], 16, 4)), axis=1)
+    odd_lanes = tl.sum(tl.reshape(odd_sum, (even.shape[0], 16, 4)), axis=1)
+    return even_lanes, odd_lanes
+
+
+@triton.jit
 def _sum_kernel(
     tiles,
     sums,
@@ -209,13 +248,7 @@ def _sum_kernel(
     else:
         even = read_word(data + first, valid, WORD_BYTES)
         odd = read_word(data + first + 8, valid, WORD_BYTES)
-    # A word goes into its own lane by its product, and into its neighbour's as it is.
-    even_sum = multiply_halves(even ^ load_keys(keys, _ACCUMULATE + pair)[None, :]) + odd
-    odd_sum = multiply_halves(odd ^ load_keys(keys, _ACCUMULATE + 64 + pair)[None, :]) + even
-    even_sum = tl.where(valid, even_sum, 0)
-    odd_sum = tl.where(valid, odd_sum, 0)
-    even_lanes = tl.sum(tl.reshape(even_sum, (BLOCKS, 16, 4)), axis=1)
-    odd_lanes = tl.sum(tl.reshape(odd_sum, (BLOCKS, 16, 4)), axis=1)
+    even_lanes, odd_lanes = _add_pairs(even, odd, valid, keys)
     target = sums + (tile * num_blocks + block)[:, None] * 8 + tl.arange(0, 4)[None, :]
     tl.store(target, even_lanes.to(tl.int64), mask=(block < num_blocks)[:, None])
     tl.store(target + 4, odd_lanes.to(tl.int64), mask=(block < num_blocks)[:, None])

@@ -165,13 +165,14 @@ def plan_chunks(view: PagedView, shard: Shard, chunks: Sequence[ChunkRef], block
     return Plan(view, shard, Spans(blocks, first_block, first - low * size, num_rows))
 
 
-def gather(plan: Plan, layers: range, out: Staging) -> None:
+def gather(plan: Plan, layers: range, out: Staging, sums: Tensor | None = None) -> None:
     """Copy the spans' KV of these layers (numbers of the whole model) into extent order.
 
     On CUDA: one launch on the current stream, without waiting. Raises BufferMismatchError where `out` does not fit.
-    A `RawBuffer` is trusted: on CUDA it must be memory of the device, or host memory registered with it.
+    A `RawBuffer` is trusted: on CUDA it must be memory of the device, or host memory registered with it. Where flat
+    staging has `sums` beside it, `staged_checksums` takes them from there.
     """
-    gather_rows(build_move(plan, layers, out, writable=True))
+    gather_rows(build_move(plan, layers, out, writable=True, sums=sums))
 
 
 def scatter(plan: Plan, layers: range, source: Staging) -> None:
@@ -179,7 +180,7 @@ def scatter(plan: Plan, layers: range, source: Staging) -> None:
     scatter_rows(build_move(plan, layers, source, writable=False))
 
 
-def build_move(plan: Plan, layers: range, staging: Staging, *, writable: bool) -> Move:
+def build_move(plan: Plan, layers: range, staging: Staging, *, writable: bool, sums: Tensor | None = None) -> Move:
     """Check the arguments of `gather` and `scatter` and turn them into what kernels take."""
     view, shard = plan.view, plan.shard
     if not layers or layers.step < 1 or any(layer not in shard.layers for layer in layers):
@@ -202,7 +203,7 @@ def build_move(plan: Plan, layers: range, staging: Staging, *, writable: bool) -
             for i, buffer in enumerate(staging)
         ]
     uploaded = plan.device_spans if view.device.type != "cpu" else None
-    return Move(view.pages, plan.spans, indices, heads, staged, uploaded)
+    return Move(view.pages, plan.spans, indices, heads, staged, uploaded, sums)
 
 
 def _checked_blocks(block_ids: BlockIds, num_blocks: int) -> npt.NDArray[np.int64]:

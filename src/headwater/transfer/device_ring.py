@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headwater.kernels.extent import SUM_BYTES
+
 BATCH_BYTES = 128 << 20
 """What is copied and reported together, where the ring has room for four. The bus is content with less; it is the host,
 half a millisecond a batch, that needs them large."""
 
-_ALIGNMENT = 256
+_ALIGNMENT = SUM_BYTES
 
 
 class Room(NamedTuple):
@@ -41,6 +43,7 @@ class DeviceRing:
         """Chunks that are copied together."""
         self._size = self.count * _round_up(slot_bytes)
         self._memory = torch.empty(self._size, dtype=torch.uint8, device=device)
+        self._sums: Tensor | None = None
         self._next = 0
         self._free = self._size
         self._changed = threading.Condition()
@@ -92,6 +95,13 @@ class DeviceRing:
         """Wait until there is room for so many chunks."""
         with self._changed:
             return self._changed.wait_for(lambda: self.num_free >= num_chunks, timeout_s)
+
+    def sums(self, room: Room) -> Tensor | None:
+        """Beside a piece's bytes, what a gather adds up of them: a sixteenth of the ring more, taken when it is first
+        asked for. None on the host, where nobody needs them."""
+        if self._sums is None and self._memory.is_cuda:
+            self._sums = torch.empty((self._size // SUM_BYTES, 8), dtype=torch.int64, device=self._memory.device)
+        return None if self._sums is None else self._sums[room.start // SUM_BYTES :]
 
     def flat(self, room: Room, unit_bytes: int) -> Tensor:
         """A piece's bytes, as `convert` takes them."""

@@ -66,6 +66,8 @@ class Gathered:
     layers: range
     plan: Plan | None
     flat: Tensor
+    added_up: Tensor | None
+    """What the gather added up for the checksums."""
     room: Room
     gathered: Mark
     is_last: bool

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
@@ -195,17 +194,17 @@ class DeviceSaver:
         if beside:
             self._beside.wait(lane.mark())
             lane = self._beside
-        flat: Tensor = self.ring.flat(room, len(layers) * self._layer_bytes)
+        flat, sums = self.ring.flat(room, len(layers) * self._layer_bytes), self.ring.sums(room)
         try:
             part = job.plan.part(spans)
             with lane.use():
-                gather(part, layers, flat)
+                gather(part, layers, flat, sums)
             plan = part
         finally:
             mark = lane.mark()
             if beside:
                 self._gathering = mark
-            self._sender.send(Gathered(job, spans, layers, plan, flat, room, mark, is_last))
+            self._sender.send(Gathered(job, spans, layers, plan, flat, sums, room, mark, is_last))
 
     def _end(self, jobs: list[SaveJob]) -> None:
         """Give up what is left of some open jobs."""

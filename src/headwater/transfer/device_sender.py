@@ -29,7 +29,7 @@ from headwater.stores.base import Reservation, Status
 from headwater.transfer.convert import Plan
 from headwater.transfer.device_ring import BATCH_BYTES, DeviceRing, Room
 from headwater.transfer.device_save import Batch, Cut, Gathered, GiveUp, Item, Open, PassOn, SaveJob, Target
-from headwater.transfer.extents import Piece, copy_extents, staged_starts
+from headwater.transfer.extents import Piece, copy_extents, staged_starts, touch_extents
 from headwater.transfer.lanes import Lane, Mark, enter_thread, pinned
 from headwater.transfer.registered import Registered
 from headwater.transfer.verify import staged_checksums
@@ -290,14 +290,19 @@ class Sender:
         if not going:
             return work.gathered
         lane.wait(work.gathered)
+        model_heads, device, pieces = self._space.spec.num_kv_heads, self._view.device, []
         with lane.use():
             for group in self._equal(job, going):
                 owned, start, step = shard.owned(job.chunks[group[0]].number)
-                rows = Piece(owned, plan.tile_bytes(group[0] - first), start, step)
+                piece = Piece(owned, plan.tile_bytes(group[0] - first), start, step)
                 targets = [job.targets[span] for span in group]
                 staged = [base + starts[span - first] for span in group]
-                copy_extents(rows, targets, staged, self._space.spec.num_kv_heads, self._view.device, to_host=True)
+                copy_extents(piece, targets, staged, model_heads, device, to_host=True)
+                pieces.append((piece, targets))
         copied = lane.mark(blocking=True)
+        with self._hashes.use():  # these copies wait for others, or for the gather; this waits for nothing
+            for piece, targets in pieces:
+                touch_extents(piece, targets, model_heads, device)
         self._hash(work, plan)
         return copied
 
@@ -314,7 +319,7 @@ class Sender:
         if work.sums is None:
             self._hashes.wait(work.gathered)
             with self._hashes.use():
-                work.sums = staged_checksums(plan, work.flat, len(work.layers))
+                work.sums = staged_checksums(plan, work.flat, len(work.layers), work.added_up)
                 work.sums_here = pinned(tuple(work.sums.shape), torch.int64, self._view.device)
                 post(work.sums, work.sums_here)
             work.hashed = self._hashes.mark(blocking=True)

@@ -14,8 +14,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from headwater.kernels.touch import touch_rows
 from headwater.kv.topology import Shard
 from headwater.transfer.convert import Plan
 from headwater.transfer.copy import Copy, Rows, fits_driver, join_copies, run_copies
@@ -49,11 +51,10 @@ def copy_extents(
     layers, heads, tile = piece.shard.layers, piece.shard.heads, piece.tile_bytes
     if not layers or not heads or not extents:
         return
-    there = (layers.start * model_heads + heads.start) * tile
     here = piece.first * len(heads) * tile
     pitches = layers.step * model_heads * tile, piece.step * len(heads) * tile
     rows = _rows(len(heads) * tile, len(layers), *(pitches if to_host else pitches[::-1]))
-    stored = np.array([extent[1] for extent in extents], np.int64) + there
+    stored = _stored(piece, extents, model_heads)
     ring = np.array(staged, np.int64) + here
     copies: list[Copy] = []
     for first, last in _stretches([extent[0] for extent in extents]):
@@ -61,6 +62,27 @@ def copy_extents(
         sides = (stored[part], ring[part]) if to_host else (ring[part], stored[part])
         copies += join_copies(_even(rows, *sides))
     run_copies(copies, device)
+
+
+def touch_extents(
+    piece: Piece, extents: Sequence[tuple[int, int, *tuple[object, ...]]], model_heads: int, device: torch.device
+) -> None:
+    """For copies to the host that are under way or about to begin: let the device translate where they go to.
+
+    One launch on the current stream, where the rows of a chunk lie apart; `copy_extents` explains the arguments.
+    """
+    layers, heads, tile = piece.shard.layers, piece.shard.heads, piece.tile_bytes
+    if len(layers) > 1 and heads and (layers.step, len(heads)) != (1, model_heads) and extents:
+        starts = torch.from_numpy(_stored(piece, extents, model_heads))
+        touch_rows(starts, len(heads) * tile, len(layers), layers.step * model_heads * tile, device)
+
+
+def _stored(
+    piece: Piece, extents: Sequence[tuple[int, int, *tuple[object, ...]]], model_heads: int
+) -> npt.NDArray[np.int64]:
+    """Where the piece of each chunk begins in its extent."""
+    first = (piece.shard.layers.start * model_heads + piece.shard.heads.start) * piece.tile_bytes
+    return np.array([extent[1] for extent in extents], np.int64) + first
 
 
 def _stretches(segments: Sequence[int]) -> Iterator[tuple[int, int]]:

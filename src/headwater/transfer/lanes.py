@@ -63,9 +63,11 @@ def current_lane(device: torch.device) -> Lane:
     return Lane(device, stream=torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
 
-SWITCH_S = 0.0002
-"""How long a thread may keep the interpreter while another wants it. With Python's five milliseconds, whoever launches
-work for the device would wait for a thread that reserves or commits, and the device for both."""
+SWITCH_S = 0.000001
+"""How long a thread may keep the interpreter while another wants it: not at all. Whoever launches work for the device
+lets go of the interpreter ten times in a step, and each time a thread that reserves or commits may take it. With
+Python's five milliseconds the device waits for both; with a fifth of one, matrix products beside saving still took
+1.05 times their time on an H200, and with this 1.02."""
 
 
 def enter_thread(device: torch.device) -> None:

@@ -6,15 +6,18 @@ import torch
 from torch import Tensor
 
 from headwater.errors import BufferMismatchError
-from headwater.kernels.xxh3 import xxh3_tiles
+from headwater.kernels.extent import SUM_BYTES, adds_up
+from headwater.kernels.xxh3 import finish_tiles, xxh3_tiles
 from headwater.transfer.convert import Plan
 
 
-def staged_checksums(plan: Plan, flat: Tensor, num_layers: int) -> Tensor:
+def staged_checksums(plan: Plan, flat: Tensor, num_layers: int, added_up: Tensor | None = None) -> Tensor:
     """XXH3-64 of every tile in flat staging: int64 (spans, layers, heads) on its device, without waiting.
 
-    On CUDA: two launches for each of `plan.groups`. `kernels.xxh3.unsigned` makes the numbers that a commit takes.
+    On CUDA: two launches for each of `plan.groups`; one where the gather has left its sums (`added_up`) and could.
+    `kernels.xxh3.unsigned` makes the numbers that a commit takes.
     """
+
     needed = plan.staged_bytes(num_layers)
     if flat.dim() != 1 or flat.dtype != torch.uint8 or not flat.is_contiguous() or flat.numel() < needed:
         raise BufferMismatchError(
@@ -23,7 +26,11 @@ def staged_checksums(plan: Plan, flat: Tensor, num_layers: int) -> Tensor:
     shape = (plan.num_spans, num_layers, len(plan.shard.heads))
     sums = torch.empty(shape, dtype=torch.int64, device=flat.device)
     for group, tiles in zip(plan.groups, plan.staged(flat, num_layers), strict=True):
-        xxh3_tiles(tiles, sums[group.start : group.stop])
+        start, out = tiles.data_ptr() - flat.data_ptr(), sums[group.start : group.stop]
+        if added_up is not None and adds_up(plan.view.pages, int(plan.spans.num_rows[group.start]), start):
+            finish_tiles(tiles, added_up[start // SUM_BYTES :], out)
+        else:
+            xxh3_tiles(tiles, out)
     return sums
 
 
