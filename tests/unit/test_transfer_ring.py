@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the transfer needs torch")
 
 from headwater.kernels.extent import SUM_BYTES  # noqa: E402
 from headwater.kv.topology import Shard  # noqa: E402
-from headwater.transfer.device_ring import DeviceRing  # noqa: E402
+from headwater.transfer.device_ring import DeviceRing, Room, sums_bytes  # noqa: E402
 from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -97,3 +97,8 @@ def test_copies_of_extents_move_exactly_the_pieces(data: st.DataObject) -> None:
     copy_extents(Piece(Shard(layers, heads), tile, 0, step), stored, staged, model[1], CPU, to_host=to_host)
     assert np.array_equal(store, want_store)
     assert np.array_equal(staging, want_staging)
+
+
+def test_sums_take_a_sixteenth_of_the_ring() -> None:
+    assert sums_bytes(1 << 20) == 1 << 16
+    assert DeviceRing(1024, 4096, CPU, with_sums=True).sums(Room(0, 1, 1024)) is None, "nobody needs them on the host"

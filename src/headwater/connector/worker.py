@@ -11,6 +11,7 @@ from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.transfer.device_loader import DeviceLoader
+from headwater.transfer.device_ring import sums_bytes
 from headwater.transfer.device_saver import DeviceSaver
 from headwater.transfer.layers import CPU_GROUP_BYTES, GPU_GROUP_BYTES
 from headwater.transfer.loader import Loader
@@ -24,7 +25,14 @@ DEFAULT_GROUP_BYTES = {"cpu": CPU_GROUP_BYTES, "cuda": GPU_GROUP_BYTES}
 
 def staging_bytes(config: ConnectorConfig | None, device_type: str) -> int:
     """Memory of a device that one rank's worker half takes, both directions together; none without a pool."""
-    return 0 if config is None else 2 * (config.staging_bytes or DEFAULT_STAGING_BYTES[device_type])
+    if config is None:
+        return 0
+    each = _one_way_bytes(config, device_type)
+    return 2 * each + (sums_bytes(each) if device_type == "cuda" else 0)
+
+
+def _one_way_bytes(config: ConnectorConfig, device_type: str) -> int:
+    return config.staging_bytes or DEFAULT_STAGING_BYTES[device_type]
 
 
 class WorkerHalf:
@@ -39,7 +47,7 @@ class WorkerHalf:
         on_loaded: Callable[[Loaded], None],
     ) -> None:
         kind = "cuda" if view.device.type == "cuda" else "cpu"
-        each = staging_bytes(config, kind) // 2
+        each = _one_way_bytes(config, kind)
         group_bytes = config.group_bytes or DEFAULT_GROUP_BYTES[kind]
         make_saver, make_loader = (DeviceSaver, DeviceLoader) if kind == "cuda" else (Saver, Loader)
         self._saver = make_saver(

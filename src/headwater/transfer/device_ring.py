@@ -35,7 +35,7 @@ class Room(NamedTuple):
 class DeviceRing:
     """One allocation of so many slots for whole chunks. Thread-safe."""
 
-    def __init__(self, slot_bytes: int, budget_bytes: int, device: torch.device) -> None:
+    def __init__(self, slot_bytes: int, budget_bytes: int, device: torch.device, *, with_sums: bool = False) -> None:
         self.slot_bytes = slot_bytes
         self.count = max(2, budget_bytes // slot_bytes)
         """Chunks that fit. Two at least, whatever the budget: one fills while the other empties."""
@@ -44,6 +44,8 @@ class DeviceRing:
         self._size = self.count * _round_up(slot_bytes)
         self._memory = torch.empty(self._size, dtype=torch.uint8, device=device)
         self._sums: Tensor | None = None
+        if with_sums and device.type == "cuda":
+            self._sums = torch.empty((self._size // SUM_BYTES, 8), dtype=torch.int64, device=device)
         self._next = 0
         self._free = self._size
         self._changed = threading.Condition()
@@ -97,15 +99,18 @@ class DeviceRing:
             return self._changed.wait_for(lambda: self.num_free >= num_chunks, timeout_s)
 
     def sums(self, room: Room) -> Tensor | None:
-        """Beside a piece's bytes, what a gather adds up of them: a sixteenth of the ring more, taken when it is first
-        asked for. None on the host, where nobody needs them."""
-        if self._sums is None and self._memory.is_cuda:
-            self._sums = torch.empty((self._size // SUM_BYTES, 8), dtype=torch.int64, device=self._memory.device)
+        """Beside a piece's bytes, what a gather adds up of them: a sixteenth of the ring more. None where they were not
+        asked for, and on the host, where nobody needs them."""
         return None if self._sums is None else self._sums[room.start // SUM_BYTES :]
 
     def flat(self, room: Room, unit_bytes: int) -> Tensor:
         """A piece's bytes, as `convert` takes them."""
         return self._memory[room.start : room.start + room.num_units * unit_bytes]
+
+
+def sums_bytes(ring_bytes: int) -> int:
+    """Memory for the sums beside a ring."""
+    return ring_bytes // SUM_BYTES * 8 * 8
 
 
 def _round_up(num_bytes: int) -> int:

@@ -46,7 +46,7 @@ class DeviceSaver:
         layers, heads, tile = shard.local_shape(space.spec, 0, space.chunk_tokens)
         self._layer_bytes = heads * tile
         """Of one chunk."""
-        self.ring = DeviceRing(layers * heads * tile, staging_bytes, view.device)
+        self.ring = DeviceRing(layers * heads * tile, staging_bytes, view.device, with_sums=True)
         self._beside = Lane(view.device)
         self._gathering: Mark | None = None
         """The newest gather that may still run beside the caller's stream."""
