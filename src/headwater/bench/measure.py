@@ -84,7 +84,7 @@ class Rounds:
 def take_turns(runs: Mapping[str, Timed], count: int) -> Rounds:
     """Repeat everything `count` times, once a round, after one round that does not count.
 
-    Each round begins with another one, and every second one goes backwards, so that nothing always follows the same.
+    Every second round is the one before backwards, then another one begins: nothing always follows the same.
     """
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -92,7 +92,7 @@ def take_turns(runs: Mapping[str, Timed], count: int) -> Rounds:
         runs[name]()
     with _settled_heap():
         for number in range(count):
-            first = number % len(names)
+            first = number // 2 % len(names)
             order = names[first:] + names[:first]
             for name in reversed(order) if number % 2 else order:
                 seconds[name].append(runs[name]())

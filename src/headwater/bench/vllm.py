@@ -1,8 +1,9 @@
 """`headwater bench vllm`: the time to a first token in real vLLM on a CPU, on a hit in the pool, against plain vLLM and
 against other connectors; and what saving costs.
 
-Two engines live at a time, one of them with Headwater, and take turns. A hit counts only where vLLM had forgotten
-its own prefix cache and reports the tokens that came from outside.
+Two engines live at a time and take turns, on the same cores and never while the other one is at work (`vllm_fair`).
+Two plain engines do so first: what they differ by is what the order of starting, and chance, make. A hit counts only
+where vLLM had forgotten its own prefix cache and reports the tokens that came from outside.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count as count_from
 from pathlib import Path
 from typing import Any
 
-from headwater.bench.measure import Note, Rounds, machine, take_turns
+from headwater.bench.measure import Note, Rounds, Timed, machine, take_turns
 from headwater.bench.vllm_engine import EngineProcess, engine
+from headwater.bench.vllm_fair import same_cores, wait_until_quiet
 from headwater.bench.vllm_peers import (
     HEAVY,
     LIGHT,
@@ -33,6 +37,11 @@ from headwater.errors import EngineError
 BLOCK_SIZE = 128
 SETTLE_S = 60.0
 RESET_S = 30.0
+
+PLAIN = Variant("none", None, {})
+
+Quiet = Callable[[], None]
+"""Waits until no engine is at work."""
 
 
 @dataclass(frozen=True)
@@ -79,27 +88,32 @@ def _bench_model(plan: VllmBench, model: BenchModel, note: Note) -> _ModelFigure
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as directory:
         path, log = model.save(Path(directory, model.name)), Path(directory, "engines.log")
         prompts = {count: _prompt(count, count) for count in plan.prompt_lens}
-        with headwater_variant(4 * gib) as ours, _start(path, log, ours, longest, gib) as headwater:
-            note(f"{model.name}: filling the pool")
-            _fill(headwater, prompts.values())
-            for name in plan.peers:
+        with headwater_variant(4 * gib) as ours, contextlib.ExitStack() as ours_running:
+            start = partial(_start, path, log, longest, gib)
+            headwater = None
+            if "none" in plan.peers:
+                with start(PLAIN) as plain:
+                    note(f"{model.name}: plain beside plain")
+                    with start(PLAIN) as second:
+                        _control(plan, plain, second, prompts, figures)
+                    note(f"{model.name}: beside none")
+                    headwater = ours_running.enter_context(start(ours))
+                    _fill(headwater, prompts.values())
+                    _beside_none(plan, headwater, plain, prompts, figures, note)
+            headwater = headwater or ours_running.enter_context(start(ours))
+            for name in (name for name in plan.peers if name != "none"):
                 note(f"{model.name}: beside {name}")
-                with _peer(name, log, gib) as variant, _start(path, log, variant, longest, gib) as peer:
-                    if name == "none":
-                        _beside_none(plan, headwater, peer, prompts, figures, note)
-                    else:
-                        _fill(headwater, prompts.values())  # the cold prompts may have pushed some of them out
-                        _fill(peer, prompts.values())
-                        figures.hit[name] = _hits(plan, headwater, peer, prompts)
+                with _peer(name, log, gib) as variant, start(variant) as peer:
+                    _fill(headwater, prompts.values())  # the cold prompts may have pushed some of them out
+                    _fill(peer, prompts.values())
+                    figures.hit[name] = _hits(plan, headwater, peer, prompts)
     return figures
 
 
 # ---- engines ----------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _peer(name: str, log: Path, gib: int) -> Iterator[Variant]:
-    if name == "none":
-        yield Variant("none", None, {})
-    elif name == "example":
+    if name == "example":
         with example_variant() as variant:
             yield variant
     else:
@@ -108,13 +122,13 @@ def _peer(name: str, log: Path, gib: int) -> Iterator[Variant]:
 
 
 @contextlib.contextmanager
-def _start(path: Path, log: Path, variant: Variant, longest: int, gib: int) -> Iterator[EngineProcess]:
+def _start(path: Path, log: Path, longest: int, gib: int, variant: Variant) -> Iterator[EngineProcess]:
     settings: dict[str, Any] = {
         "model": str(path),
         "block_size": BLOCK_SIZE,
         "max_model_len": longest + 256,
         "max_num_batched_tokens": longest + 256,  # ExampleConnector cannot save prompts that are computed in parts
-        "environment": {"VLLM_CPU_KVCACHE_SPACE": str(2 * gib), **variant.environment},
+        "environment": {"VLLM_CPU_KVCACHE_SPACE": str(2 * gib), **same_cores(), **variant.environment},
     }
     if variant.transfer is not None:
         settings["kv_transfer_config"] = variant.transfer
@@ -159,30 +173,52 @@ def _first_token(running: EngineProcess, prompt: list[int], *, least_external: i
 def _hits(
     plan: VllmBench, headwater: EngineProcess, peer: EngineProcess, prompts: dict[int, list[int]]
 ) -> dict[int, tuple[float, float]]:
-    found = {}
+    quiet, found = partial(wait_until_quiet, [headwater, peer]), {}
     for count, prompt in prompts.items():
-        rounds = take_turns({"headwater": _hit(headwater, prompt), "peer": _hit(peer, prompt)}, plan.pairs)
+        runs = {"headwater": _hit(headwater, prompt, quiet), "peer": _hit(peer, prompt, quiet)}
+        rounds = take_turns(runs, plan.pairs)
         found[count] = (rounds.time("headwater"), rounds.time("peer"))
     return found
 
 
-def _hit(running: EngineProcess, prompt: list[int]) -> Callable[[], float]:
+def _hit(running: EngineProcess, prompt: list[int], quiet: Quiet) -> Timed:
     def once() -> float:
         _reset(running)
+        quiet()
         return _first_token(running, prompt, least_external=len(prompt) - BLOCK_SIZE)
 
     return once
 
 
-def _local_hit(running: EngineProcess, prompt: list[int]) -> Callable[[], float]:
+def _local_hit(running: EngineProcess, prompt: list[int], quiet: Quiet) -> Timed:
     def once() -> float:
+        quiet()
         answer = running.ask("generate", prompts=[prompt], max_tokens=1)
         if answer["local"] < len(prompt) - 2 * BLOCK_SIZE:
             running.ask("generate", prompts=[prompt], max_tokens=1)
+            quiet()
             answer = running.ask("generate", prompts=[prompt], max_tokens=1)
         return float(answer["seconds"])
 
     return once
+
+
+def _control(
+    plan: VllmBench,
+    first: EngineProcess,
+    second: EngineProcess,
+    prompts: dict[int, list[int]],
+    figures: _ModelFigures,
+) -> None:
+    """How many times as long the engine that was started second takes, of two that are the same."""
+    quiet, longest = partial(wait_until_quiet, [first, second]), max(prompts)
+    prompt = prompts[longest]
+    hits = take_turns(
+        {"first": _local_hit(first, prompt, quiet), "second": _local_hit(second, prompt, quiet)}, plan.pairs
+    )
+    cold = _cold_turns({"first": first, "second": second}, plan.cold_pairs, longest, count_from(5_000), quiet)
+    figures.others["order_bias_hit"] = hits.ratio("second", "first")
+    figures.others["order_bias"] = cold.ratio("second", "first")
 
 
 def _beside_none(
@@ -194,22 +230,24 @@ def _beside_none(
     note: Note,
 ) -> None:
     """The floor and the cold times of plain vLLM, what saving costs, and decoding while saving."""
+    quiet = partial(wait_until_quiet, [headwater, plain])
     figures.hit["none"] = {}
     for count, prompt in prompts.items():
-        runs = {"headwater": _hit(headwater, prompt), "floor": _local_hit(plain, prompt)}
+        runs = {"headwater": _hit(headwater, prompt, quiet), "floor": _local_hit(plain, prompt, quiet)}
         rounds = take_turns({**runs, "again": runs["headwater"]}, plan.pairs)
         figures.hit["none"][count] = (rounds.time("headwater"), rounds.time("floor"))
         if count == max(prompts):
             figures.others["hit_noise"] = rounds.noise("headwater", "again")
             figures.others["hit_headwater"] = rounds.time("headwater")
     note("cold prompts")
-    _cold(plan, headwater, plain, prompts, figures)
+    _cold(plan, headwater, plain, prompts, figures, quiet)
     note("decoding while saving")
+    decode = partial(_decode, num_tokens=plan.decode_tokens, seeds=count_from(20_000, 8), quiet=quiet)
     rounds = take_turns(
         {
-            "headwater": _decode(headwater, plan.decode_tokens),
-            "none": _decode(plain, plan.decode_tokens),
-            "again": _decode(plain, plan.decode_tokens),
+            "headwater": decode(headwater),
+            "none": decode(plain),
+            "again": decode(plain),
         },
         plan.decode_pairs,
     )
@@ -223,32 +261,37 @@ def _cold(
     plain: EngineProcess,
     prompts: dict[int, list[int]],
     figures: _ModelFigures,
+    quiet: Quiet,
 ) -> None:
     """Prompts that nobody has seen, in turns; on Headwater's side they are saved meanwhile."""
-    longest, seed = max(prompts), 10_000
-    seconds: dict[str, list[float]] = {"headwater": [], "none": []}
-    busy = 0.0
+    longest, seeds = max(prompts), count_from(10_000)
     before = _settled(headwater)
-    for number in range(plan.cold_pairs):
-        sides = [("headwater", headwater), ("none", plain)]
-        for name, running in sides if number % 2 else reversed(sides):
-            seed += 1
-            _reset(running)
-            seconds[name].append(_first_token(running, _prompt(seed, longest), least_external=0))
+    rounds = _cold_turns({"headwater": headwater, "none": plain}, plan.cold_pairs, longest, seeds, quiet)
     after = _settled(headwater)
     busy = sum(after[name] - before.get(name, 0.0) for name in ("step_seconds", "thread_seconds"))
-    rounds = Rounds(seconds)
     figures.cold[longest] = rounds.time("none")
     figures.others["cold_headwater"] = rounds.time("headwater")
     figures.others["cold_cost"] = rounds.ratio("headwater", "none")
-    figures.others["cold_noise"] = max(seconds["none"]) / min(seconds["none"]) - 1
+    figures.others["cold_noise"] = max(rounds.seconds["none"]) / min(rounds.seconds["none"]) - 1
     cores = len(os.sched_getaffinity(0))
-    figures.others["save_share"] = busy / (sum(seconds["headwater"]) * cores)
+    figures.others["save_share"] = busy / (sum(rounds.seconds["headwater"]) * cores)
     for count in prompts:
         if count != longest:
-            _reset(plain)
-            seed += 1
-            figures.cold[count] = _first_token(plain, _prompt(seed, count), least_external=0)
+            rounds = _cold_turns({"none": plain}, 1, count, seeds, quiet)
+            figures.cold[count] = rounds.time("none")
+
+
+def _cold_turns(
+    engines: dict[str, EngineProcess], pairs: int, num_tokens: int, seeds: Iterator[int], quiet: Quiet
+) -> Rounds:
+    """Prompts that nobody has seen, every engine in its turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(pairs):
+        for name, running in reversed(engines.items()) if number % 2 else engines.items():
+            _reset(running)
+            quiet()
+            seconds[name].append(_first_token(running, _prompt(next(seeds), num_tokens), least_external=0))
+    return Rounds(seconds)
 
 
 def _settled(running: EngineProcess) -> dict[str, float]:
@@ -267,13 +310,13 @@ def _settled(running: EngineProcess) -> dict[str, float]:
         last = found.get("saved_bytes", 0.0)
 
 
-def _decode(running: EngineProcess, num_tokens: int) -> Callable[[], float]:
-    """Eight requests that begin within a chunk and end in the next one."""
-    seeds = iter(range(20_000, 1 << 30, 8))
+def _decode(running: EngineProcess, *, num_tokens: int, seeds: Iterator[int], quiet: Quiet) -> Timed:
+    """Eight requests that nobody has seen, which begin within a chunk and end in the next one."""
 
     def once() -> float:
         seed = next(seeds)
         prompts = [_prompt(seed + i, 256 - num_tokens // 2) for i in range(8)]
+        quiet()
         return float(running.ask("generate", prompts=prompts, max_tokens=num_tokens)["seconds"])
 
     return once
@@ -308,6 +351,11 @@ def _bars(models: dict[str, Any], plan: VllmBench) -> dict[str, Any]:
         "ttft_vs_floor": worst(max, [row.get("vs_floor") for row in rows]),
         "ttft_speedup": worst(min, [row.get("speedup") for row in rows]),
         "save_share": worst(max, [model.get("save_share") for model in models.values()]),
+        "order_bias": worst(_farthest_from_one, [model.get("order_bias") for model in models.values()]),
         "cold_cost": worst(max, [model.get("cold_cost") for model in models.values()]),
         "decode_ratio": worst(max, [model.get("decode_ratio") for model in models.values()]),
     }
+
+
+def _farthest_from_one(ratios: list[float]) -> float:
+    return max(ratios, key=lambda ratio: abs(ratio - 1))
