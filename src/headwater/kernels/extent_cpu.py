@@ -79,6 +79,51 @@ def _move_span(
             np.copyto(target, source)
 
 
+class SpanWriter:
+    """Scatters spans piece by piece, some layers and heads at a time, with all but the copies worked out before.
+
+    For callers whose threads share one interpreter: where each piece had to be planned, they would wait for each other.
+    """
+
+    def __init__(self, pages: Pages, spans: Spans, layers: range) -> None:
+        self._num_rows: list[int] = spans.num_rows.tolist()
+        self._row_bytes = pages.row_bytes
+        self._layers = layers
+        self._caches = [
+            [_cache_array(pages, plane, range(layer, layer + 1))[0] for plane in range(len(pages.row_bytes))]
+            for layer in layers
+        ]
+        self._pieces = [list(_span_pieces(spans, span, pages.block_size)) for span in range(len(self._num_rows))]
+
+    @property
+    def max_copies(self) -> int:
+        """Copies that one plane of one layer of a span takes at most: many, where its blocks are scattered."""
+        return max(map(len, self._pieces))
+
+    def write(self, span: int, layers: range, heads: range, tiles: npt.NDArray[np.uint8]) -> None:
+        """Put one span's tiles, bytes of shape (layers, heads, bytes of a tile), into the cache. Layers and heads are
+        indices into those of the pages."""
+        rows, before = self._num_rows[span], 0
+        for plane, row_bytes in enumerate(self._row_bytes):
+            part = tiles[:, :, before * rows : (before + row_bytes) * rows]
+            before += row_bytes
+            for i, layer in enumerate(layers):
+                cache = self._caches[self._layers.index(layer)][plane]
+                extent = part[i].view(cache.dtype).reshape(len(heads), rows, cache.shape[3])
+                for row, block, token, num_blocks, num_tokens in self._pieces[span]:
+                    target = cache[block : block + num_blocks, token : token + num_tokens, heads.start : heads.stop]
+                    source = extent[:, row : row + num_blocks * num_tokens]
+                    source = source.reshape(len(heads), num_blocks, num_tokens, -1).transpose(1, 2, 0, 3)
+                    np.copyto(target, source)
+
+
+def _span_pieces(spans: Spans, span: int, block_size: int) -> Iterator[_Piece]:
+    offset, rows, first = int(spans.offset[span]), int(spans.num_rows[span]), int(spans.first_block[span])
+    blocks = spans.blocks[first : first - (-(offset + rows) // block_size)]
+    edges = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]
+    return _pieces(blocks, edges, offset, rows, block_size, uniform=False)
+
+
 def _move_indexed(cache: Array, extent: Array, blocks: Table, offset: int, block_size: int, scatter: bool) -> None:
     rows = np.arange(offset, offset + extent.shape[2])
     block, token = blocks[rows // block_size], rows % block_size

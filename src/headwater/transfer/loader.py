@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from headwater.stores.base import Status, Tiles
 from headwater.transfer.carriers import MAX_CARRIERS, Carriers, Gate
 from headwater.transfer.convert import Span, plan_spans, scatter
 from headwater.transfer.layers import CPU_GROUP_BYTES, layer_groups
+from headwater.transfer.lent import Lent
 from headwater.transfer.staging import Slots
 from headwater.transfer.view import PagedView
 
@@ -178,7 +180,7 @@ class Loader:
 
     def _load_layers(self, load: _Load, layers: range, chunks: Sequence[ChunkRef]) -> int:
         """Chunks of which these layers are in place, counted from the first."""
-        if self._is_mapped:
+        if self._is_mapped and chunks:
             return self._carry_layers(load, layers, chunks)
         shard = self._shard if layers == self._shard.layers else replace(self._shard, layers=layers)
         done = 0
@@ -205,25 +207,30 @@ class Loader:
         pieces = [layers[first : first + step] for first in range(0, len(layers), step)]
         shards = [replace(self._shard, layers=piece) for piece in pieces]
         outcomes = [Status.OK] * len(chunks)
+        whole = replace(self._shard, layers=layers)
+        with Lent(self._space, self._view, whole, chunks, load.block_ids) as lent:
 
-        def carry(number: int) -> bool:
-            place, part = divmod(number, len(shards))
-            chunk, shard = chunks[place], shards[part]
-            left_s = load.deadline - time.monotonic()
-            if left_s <= 0 or load.is_cancelled:
-                return False
-            (slot,) = self._slots.take(1)
-            try:
-                tiles = self._slots.bytes_of(slot, self._shape(chunk, shard))
-                (outcome,) = self._space.read([chunk], shard, tiles[None], deadline_s=left_s)
-                if outcome is not Status.OK:
-                    outcomes[place] = outcome
+            def carry(number: int) -> bool:
+                place, part = divmod(number, len(shards))
+                chunk, piece = chunks[place], shards[part]
+                left_s = load.deadline - time.monotonic()
+                if left_s <= 0 or load.is_cancelled:
                     return False
-                return self._put(load, shard, [chunk], [tiles])
-            finally:
-                self._slots.give_back([slot])
+                (slot,) = self._slots.take(1)
+                try:
+                    tiles = self._slots.bytes_of(slot, self._shape(chunk, piece))
+                    if lent.copy(place, piece, tiles):
+                        return self._enter(load, tiles.nbytes, partial(lent.put, place, piece, tiles))
+                    # Not to be seen in place, or not what it should be: the pool finds out which.
+                    (outcome,) = self._space.read([chunk], piece, tiles[None], deadline_s=left_s)
+                    if outcome is not Status.OK:
+                        outcomes[place] = outcome
+                        return False
+                    return self._put(load, piece, [chunk], [tiles])
+                finally:
+                    self._slots.give_back([slot])
 
-        good = self._carriers.run(len(chunks) * len(shards), carry) // len(shards)
+            good = self._carriers.run(len(chunks) * len(shards), carry) // len(shards)
         # A chunk is counted once: with the first layers, or where it fails.
         self.statuses.update(outcomes[: good + 1] if layers.start == self._shard.layers.start else outcomes[good:][:1])
         return good
@@ -232,13 +239,17 @@ class Loader:
         """Write into the request's blocks, if they are still its own."""
         spans = [Span(load.block_ids, chunk.first_token, chunk.num_tokens) for chunk in chunks]
         plan = plan_spans(self._view, shard, spans)
+        num_bytes = sum(tile.nbytes for tile in tiles)
+        return self._enter(load, num_bytes, partial(scatter, plan, shard.layers, tiles))
+
+    def _enter(self, load: _Load, num_bytes: int, write: Callable[[], None]) -> bool:
         if not load.gate.enter():
             return False
         try:
-            scatter(plan, shard.layers, tiles)
+            write()
         finally:
             load.gate.leave()
-        self.num_bytes += sum(tile.nbytes for tile in tiles)
+        self.num_bytes += num_bytes
         return True
 
     def _end(self, load: _Load, num_loaded: int) -> None:

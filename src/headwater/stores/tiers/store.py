@@ -8,6 +8,7 @@ down is brought up by the ranks that read it, each its own part, just as they wo
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -235,7 +236,14 @@ class TieredStore:
     # ---- borrowing and keeping: the first tier's --------------------------------------------------------------
     def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
         """See `stores.base.Store.lend`: what is further down must be read."""
-        return self._front.lend(root, chunks, shard)
+        loan = self._front.lend(root, chunks, shard)
+        sizes = [
+            math.prod(shard.local_shape(root.space.spec, chunk.first_token, chunk.num_tokens))
+            for chunk, place in zip(chunks, loan.places, strict=True)
+            if place is not None
+        ]
+        self._counts.add(hits=len(sizes), hit_bytes=sum(sizes))
+        return loan
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[Lease, Tiles] | Status:
         """See `stores.base.Store.borrow`."""
