@@ -117,6 +117,50 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
     assert len(problems) == 2
 
 
+def test_every_problem_of_one_pool_is_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "headwater.toml"
+    path.write_text(
+        """
+        [pools.x]
+        speed = 3
+        tenant_secret_env = "NO_SALT"
+        [[pools.x.tiers]]
+        url = "shm:///a"
+        ttl = 3
+        colour = "red"
+        [[pools.x.tiers]]
+        url = "redis://h?lookup=never&write=maybe"
+        [[pools.x.tiers]]
+        url = "redis://i"
+        password_env = "NO_PASSWORD"
+        deadline = "later"
+        [pools.y]
+        url = "shm:///b?capacity=big,redis://j?replicas=2&ttl=soon"
+        """
+    )
+    pools, problems = check_config(str(path), {})
+    assert not pools
+    text = "\n".join(problems)
+    for part in (
+        "pools.x: unknown entry 'speed'",
+        "'NO_SALT', which is not set",
+        "tiers[0]: unknown entry 'ttl'",
+        "unknown entry 'colour'",
+        "lookup='never'",
+        "option write",
+        "tiers[2]: password_env names 'NO_PASSWORD'",
+        "deadline='later'",
+        "'big' is not a size",
+        "unknown option 'replicas'",
+        "ttl='soon'",
+    ):
+        assert part in text
+    with pytest.raises(ConfigError) as caught:
+        find_pool("y", {"HEADWATER_CONFIG": str(path)})
+    assert "'big'" in str(caught.value)
+    assert "NO_SALT" not in str(caught.value)
+
+
 def test_the_command_shows_pools_without_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENV.items():
         monkeypatch.setenv(name, value)

@@ -20,16 +20,17 @@ HEADWATER_CONFIG names the file. HEADWATER_POOL_FLEET holds the URLs of a pool c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
 from headwater.errors import ConfigError, UrlError
-from headwater.stores.url import OPTIONS, StoreUrl, parse_urls, redact
+from headwater.stores.url import OPTIONS, StoreUrl, check_order, parse_url, parse_urls, redact, split_urls
 
 CONFIG_VARIABLE = "HEADWATER_CONFIG"
 POOL_VARIABLE = "HEADWATER_POOL_"
@@ -99,39 +100,76 @@ def check_config(path: str, environment: Mapping[str, str] | None = None) -> tup
         return {}, [*problems, f"{path}: pools must be a table, as in [pools.fleet]"]
     pools: dict[str, PoolConfig] = {}
     for name, section in sections.items():
-        where = f"{path}: pools.{name}"
-        try:
-            pools[name] = _read_pool(name, section, where, env)
-        except (UrlError, ConfigError) as error:
-            text = str(error)
-            problems.append(text if text.startswith(where) else f"{where}: {text}")
+        found = _Problems(f"{path}: pools.{name}")
+        pool = _read_pool(name, section, found, env)
+        if pool is not None and not found:
+            pools[name] = pool
+        problems += found
     return pools, problems
 
 
-def _read_pool(name: str, section: object, where: str, env: Mapping[str, str]) -> PoolConfig:
+class _Problems(list[str]):
+    """What is wrong with one pool, each with the place where it is."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def add(self, text: str) -> None:
+        """Note one."""
+        self.append(text if text.startswith(self.where) else f"{self.where}: {text}")
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what is raised, and go on after the `with`."""
+        try:
+            yield
+        except (UrlError, ConfigError) as error:
+            self.add(str(error))
+
+
+def _read_pool(name: str, section: object, problems: _Problems, env: Mapping[str, str]) -> PoolConfig | None:
+    """The pool, as far as it can be read; all that is wrong with it is noted."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{where}: a name is a letter and up to 63 letters, digits, '_' and '-'")
+        problems.add("a name is a letter and up to 63 letters, digits, '_' and '-'")
     if isinstance(section, str):
-        return PoolConfig(name, parse_urls(section), _secret({}, where, env))
+        section = {"url": section}
     if not isinstance(section, dict):
-        raise ConfigError(f"{where}: expected URLs, or a table with `url` or `tiers`")
+        problems.add("expected URLs, or a table with `url` or `tiers`")
+        return None
     for entry in section:
         if entry not in _POOL_ENTRIES:
-            raise ConfigError(f"{where}: unknown entry {entry!r}; known are {', '.join(_POOL_ENTRIES)}")
+            problems.add(f"unknown entry {entry!r}; known are {', '.join(_POOL_ENTRIES)}")
+    secret = None
+    with problems.noted():
+        secret = _secret(section, problems.where, env)
     if ("url" in section) == ("tiers" in section):
-        raise ConfigError(f"{where}: give either `url` or `tiers`")
+        problems.add("give either `url` or `tiers`")
+        return None
+    texts, urls = list[str](), list[StoreUrl]()
     if "url" in section:
-        urls = parse_urls(_text(section, "url", where))
+        with problems.noted():
+            texts = split_urls(_text(section, "url", problems.where))
     else:
         tiers = section["tiers"]
         if not isinstance(tiers, list) or not tiers or not all(isinstance(tier, dict) for tier in tiers):
-            raise ConfigError(f"{where}: tiers must be tables, as in [[pools.{name}.tiers]]")
-        urls = parse_urls(",".join(_tier_url(tier, f"{where}.tiers[{i}]", env) for i, tier in enumerate(tiers)))
-    return PoolConfig(name, urls, _secret(section, where, env))
+            problems.add(f"tiers must be tables, as in [[pools.{name}.tiers]]")
+            return None
+        for i, tier in enumerate(tiers):
+            with problems.noted():
+                texts.append(_tier_url(tier, f"{problems.where}.tiers[{i}]", env, problems))
+    for text in texts:
+        with problems.noted():
+            urls.append(parse_url(text))
+    if not problems:
+        with problems.noted():
+            return PoolConfig(name, check_order(tuple(urls)), secret)
+    return None
 
 
-def _tier_url(tier: dict[str, Any], where: str, env: Mapping[str, str]) -> str:
-    """A tier's table as a URL: what is not `url`, `user` or `password_env` is one of its options."""
+def _tier_url(tier: dict[str, Any], where: str, env: Mapping[str, str], problems: _Problems) -> str:
+    """A tier's table as a URL: what is not `url`, `user` or `password_env` is one of its options. What is wrong with
+    them is noted, and left out."""
     url = _text(tier, "url", where)
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in OPTIONS:
@@ -140,10 +178,10 @@ def _tier_url(tier: dict[str, Any], where: str, env: Mapping[str, str]) -> str:
     if "user" in tier or "password_env" in tier:
         variable = tier.get("password_env")
         if variable is not None and variable not in env:
-            raise ConfigError(f"{where}: password_env names {variable!r}, which is not set")
+            problems.add(f"{where}: password_env names {variable!r}, which is not set")
         if "@" in rest:
-            raise ConfigError(f"{where}: the account is in the url already")
-        password = f":{quote(env[variable], safe='')}" if variable is not None else ""
+            problems.add(f"{where}: the account is in the url already")
+        password = f":{quote(env[variable], safe='')}" if variable is not None and variable in env else ""
         account = f"{quote(str(tier.get('user', '')), safe='')}{password}@"
     options = []
     for name, value in tier.items():
@@ -151,10 +189,11 @@ def _tier_url(tier: dict[str, Any], where: str, env: Mapping[str, str]) -> str:
             continue
         if name not in OPTIONS[scheme]:
             known = ", ".join((*_TIER_ENTRIES, *OPTIONS[scheme]))
-            raise ConfigError(f"{where}: unknown entry {name!r}; known are {known}")
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise ConfigError(f"{where}: {name} must be a text or a number")
-        options.append(f"{name}={quote(str(value), safe='/:.')}")
+            problems.add(f"{where}: unknown entry {name!r}; known are {known}")
+        elif isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            problems.add(f"{where}: {name} must be a text or a number")
+        else:
+            options.append(f"{name}={quote(str(value), safe='/:.')}")
     joined = "&".join(options)
     mark = "" if not joined else "&" if "?" in rest else "?"
     return f"{scheme}://{account}{rest}{mark}{joined}"

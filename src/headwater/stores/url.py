@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
@@ -34,7 +35,7 @@ OPTIONS = {
     **dict.fromkeys(EMBEDDED, ("capacity", "index", "segment", "policy", *_COMMON)),
     **dict.fromkeys(("redis", "rediss"), ("ttl", "connections", "password_file", "ca", *_OVER_NETWORK, *_COMMON)),
     "mooncake": (
-        *("protocol", "device", "segment", "buffer", "replicas", "prefer", "metadata", "host", "pin"),
+        *("protocol", "device", "segment", "buffer", "replicas", "prefer", "metadata", "host", "pin", "metrics"),
         *_OVER_NETWORK,
         *_COMMON,
     ),
@@ -117,6 +118,15 @@ class StoreUrl:
             raise UrlError(f"option {name}={text[:32]!r} must be a whole number from 1 to 1024")
         return int(text)
 
+    def port_option(self, name: str, default: int) -> int:
+        """The number of a port."""
+        text = self.options.get(name)
+        if text is None:
+            return default
+        if not text.isdecimal() or not 0 < int(text) < 65536:
+            raise UrlError(f"option {name}={text[:32]!r} must be a port, from 1 to 65535")
+        return int(text)
+
     def __str__(self) -> str:
         query = "&".join(f"{name}={value}" for name, value in self.options.items())
         place = f"[{self.host}]" if ":" in self.host else self.host
@@ -141,7 +151,11 @@ def parse_urls(text: str) -> tuple[StoreUrl, ...]:
     """Parse tiers, fastest first. Raises UrlError for what cannot be, also for an order that cannot."""
     if not isinstance(text, str) or len(text) > 16384:
         raise UrlError("store URLs are a string of at most 16384 printable characters")
-    urls = tuple(parse_url(part) for part in split_urls(text))
+    return check_order(tuple(parse_url(part) for part in split_urls(text)))
+
+
+def check_order(urls: tuple[StoreUrl, ...]) -> tuple[StoreUrl, ...]:
+    """The same tiers, if they can be used in this order. Raises UrlError."""
     for faster, slower in pairwise(urls):
         if faster.is_remote and not slower.is_remote:
             raise UrlError(f"{slower} comes after {faster}; write tiers fastest first, and local before remote")
@@ -173,44 +187,59 @@ def parse_url(text: str) -> StoreUrl:
     if not path.isprintable():
         raise UrlError(f"{shown!r} has control characters in its path")
     if parts.scheme not in SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise UrlError(f"unknown store scheme {parts.scheme!r} in {shown!r}; known are {known}")
+        schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise UrlError(f"unknown store scheme {parts.scheme!r} in {shown!r}; known are {schemes}")
     if parts.fragment:
         raise UrlError(f"{shown!r} has a fragment (#…), which means nothing here")
     options: dict[str, str] = {}
+    problems: list[str] = []
+    known = OPTIONS[parts.scheme]
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in OPTIONS[parts.scheme]:
-            raise UrlError(f"unknown option {name!r} in {shown!r}; known are {', '.join(OPTIONS[parts.scheme])}")
+        if name not in known:
+            problems.append(f"unknown option {name!r} in {shown!r}; known are {', '.join(known)}")
         if name in options:
-            raise UrlError(f"option {name!r} is given twice in {shown!r}")
+            problems.append(f"option {name!r} is given twice in {shown!r}")
         options[name] = value
     if parts.scheme in REMOTE:
         url = _parse_remote(parts, path, MappingProxyType(options), shown)
     else:
         _check_local(parts, path, shown)
         url = StoreUrl(parts.scheme, path, MappingProxyType(options))
-    _check_options(url, shown)
+    problems += _option_problems(url, shown)
+    if problems:
+        raise UrlError("; ".join(problems))
     return url
 
 
-def _check_options(url: StoreUrl, shown: str) -> None:
-    for name in _SIZES:
-        if url.size(name) == 0 and (url.scheme, name) != _MAY_BE_ZERO:
-            raise UrlError(f"option {name} in {shown!r} must be more than zero")
-    for name in _SECONDS:
-        url.seconds(name, 1.0)
-    for name in _COUNTS:
-        url.count(name, 1)
-    if url.options.get("ttl") not in (None, "0"):
-        url.seconds("ttl", 1.0)
+def _option_problems(url: StoreUrl, shown: str) -> list[str]:
+    """What is wrong with the values of a URL's options, all of it."""
+    problems = []
+    seconds = [*_SECONDS, *(["ttl"] if url.options.get("ttl") not in (None, "0") else [])]
+    checks: list[Callable[[], object]] = [
+        *(partial(_check_size, url, name, shown) for name in _SIZES),
+        *(partial(url.seconds, name, 1.0) for name in seconds),
+        *(partial(url.count, name, 1) for name in _COUNTS),
+        partial(url.port_option, "metrics", 1),
+    ]
+    for check in checks:
+        try:
+            check()
+        except UrlError as error:
+            problems.append(str(error))
     if url.options.get("write", "back") not in WRITE_MODES:
-        raise UrlError(f"option write in {shown!r} must be one of {', '.join(WRITE_MODES)}")
+        problems.append(f"option write in {shown!r} must be one of {', '.join(WRITE_MODES)}")
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", url.options.get("prefix", "hw")):
-        raise UrlError(f"option prefix in {shown!r} must be up to 64 letters, digits, '.', '_' and '-'")
+        problems.append(f"option prefix in {shown!r} must be up to 64 letters, digits, '.', '_' and '-'")
     if url.options.get("prefer", "local") not in ("local", "any"):
-        raise UrlError(f"option prefer in {shown!r} must be local or any")
+        problems.append(f"option prefer in {shown!r} must be local or any")
     if not re.fullmatch(r"[a-z_]{1,16}", url.options.get("protocol", "tcp")):
-        raise UrlError(f"option protocol in {shown!r} must be tcp or rdma (or what your Mooncake was built with)")
+        problems.append(f"option protocol in {shown!r} must be tcp or rdma (or what your Mooncake was built with)")
+    return problems
+
+
+def _check_size(url: StoreUrl, name: str, shown: str) -> None:
+    if url.size(name) == 0 and (url.scheme, name) != _MAY_BE_ZERO:
+        raise UrlError(f"option {name} in {shown!r} must be more than zero")
 
 
 def _parse_remote(parts: SplitResult, path: str, options: MappingProxyType[str, str], shown: str) -> StoreUrl:
