@@ -43,6 +43,7 @@ class Server:
         self._command = command
         self._env = env
         self.port = port
+        self.metrics_port = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -99,6 +100,7 @@ def mooncake_master(*settings: str) -> Iterator[Server]:
     fixed = [f"--rpc_port={port}", f"--metrics_port={metrics}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
     advised = ["--eviction_high_watermark_ratio=0.9", "--eviction_ratio=0.15"]
     server = Server([str(binary), *fixed, *advised, *settings], port, env=os.environ | {"GLOG_minloglevel": "2"})
+    server.metrics_port = metrics
     server.start()
     try:
         yield server

@@ -479,6 +479,53 @@ def test_a_server_that_does_not_answer_is_no_empty_pool(cli: Cli, place: Place) 
     assert list(cli("pool", "stats", f"{place.url},{gone}", "--json").json["unreachable"]) == [gone]
 
 
+def test_what_concerns_all_tiers_names_all_tiers(cli: Cli, place: Place, tmp_path: Path) -> None:
+    below = f"file://{tmp_path}/below"
+    open_pool(f"{below}?capacity=32MiB").close()
+    place.fill(40)
+    both = f"{place.url},{below}"
+    assert f"{both}: 3 chunks" in cli("pool", "verify", both).out
+    assert cli("pool", "verify", both, "--json").json["url"] == both
+    assert cli("pool", "ls", both, "--json").json["url"] == both
+    forgot = cli("pool", "clear", both, "--yes").out
+    assert f"{both}: forgot 3 chunks" in forgot
+    assert forgot.strip().endswith(f"free again in {place.url}")
+
+
+def test_a_tier_that_cannot_be_checked_is_named(cli: Cli, place: Place) -> None:
+    gone = "redis://127.0.0.1:1/0"
+    place.fill(16)
+    checked = cli("pool", "verify", f"{place.url},{gone}")
+    assert f"not checked: {gone}: no connection" in checked.out
+    (reason,) = cli("pool", "verify", f"{place.url},{gone}", "--json").json["unchecked"]
+    assert reason.startswith(gone)
+
+
+def test_events_are_followed(cli: Cli, place: Place) -> None:
+    place.fill(16)
+    assert cli("pool", "events", place.url, "--seconds", "0").out == ""  # from here on they are kept
+    place.fill(40, weights="ab")
+    lines = cli("pool", "events", place.url, "--since", "0", "--seconds", "0", "--json").out.splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [(e["sequence"], e["kind"], e["tier"], e["number"], e["num_tokens"]) for e in events] == [
+        (1, "stored", "shm", 0, 16),
+        (2, "stored", "shm", 1, 16),
+        (3, "stored", "shm", 2, 8),
+    ]
+    cli("pool", "clear", place.url, "--yes")
+    shown = cli("pool", "events", place.url, "--since", "3", "--seconds", "0").out
+    assert "removed   shm" in shown
+    assert "a whole root" in shown
+    assert cli("pool", "events", f"{place.url}-none", "--seconds", "0").code == 1
+
+
+def test_events_say_whose_they_are(cli: Cli, place: Place) -> None:
+    place.fill(16)
+    said = cli("pool", "events", f"{place.url},redis://127.0.0.1:1/0,mooncake://127.0.0.1:1", "--seconds", "0").err
+    assert "redis://127.0.0.1:1/0: events of all hosts that share it" in said
+    assert "mooncake://127.0.0.1:1: events of the processes of this host" in said
+
+
 def test_clear_remove_takes_no_selection(cli: Cli, place: Place) -> None:
     place.fill(16)
     assert cli("pool", "clear", place.url, "--remove", "--yes", "--tenant", "acme").code == 2

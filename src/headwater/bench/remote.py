@@ -2,7 +2,8 @@
 
 Ours does more: every tile is verified where it lands, and nothing can be found before all of it is there. Both sides
 use the same real server, started here for the benchmark alone, over TCP on the loopback interface, with objects of the
-same size.
+same size. Mooncake's bytes lie in memory that the reading process gave to the cluster, and need no network: for both
+sides the fastest case, and the hardest to compare with. The `far` figures are those of clients that gave none.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from headwater.bench.servers import free_port, serving
 from headwater.bench.tiles import BATCH_CHUNKS, CHUNK_TOKENS, DEADLINE_S, IDENTITY, SPEC, WHOLE, Caller
 from headwater.errors import StoreError
 from headwater.kv.hashing import ChunkRef
-from headwater.pool import Pool
+from headwater.pool import Pool, Space
 from headwater.stores.embedded import destroy, open_embedded
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.remote import open_remote
+from headwater.stores.remote.store import RemoteStore
 from headwater.stores.tiers.lower import RemoteTier
 from headwater.stores.url import parse_url
 
@@ -50,13 +52,14 @@ class _OurSide:
     """Whole chunks to and from a remote tier, a batch at a time: down from a pool in shared memory, as the copier takes
     them, and up into the caller's memory."""
 
-    def __init__(self, caller: Caller, front: EmbeddedStore, tier: RemoteTier) -> None:
+    def __init__(self, caller: Caller, front: EmbeddedStore, tier: RemoteTier, far: RemoteStore) -> None:
         self._caller = caller
         self._front = front
         self._tier = tier
         self._pool = Pool(front)
         self._space = self._pool.space(IDENTITY, SPEC, chunk_tokens=CHUNK_TOKENS)
         self._remote = Pool(tier.store).space(IDENTITY, SPEC, chunk_tokens=CHUNK_TOKENS)
+        self._far = Pool(far).space(IDENTITY, SPEC, chunk_tokens=CHUNK_TOKENS)
         prompts = caller.rng.integers(0, 2**32, (caller.num_chunks, CHUNK_TOKENS), np.uint32)
         self._refs: list[ChunkRef] = [self._space.keys(tokens).ref(0) for tokens in prompts]
         order = caller.chunk_order
@@ -69,6 +72,8 @@ class _OurSide:
         self._tier.store.clear(None)
         start = time.perf_counter()
         for group in self._groups:
+            if self._tier.missing([self._refs[c].key for c in group]) is None:  # the copier asks, too
+                raise StoreError("the remote store did not answer in the middle of the benchmark")
             items = [self._front.export(self._refs[c].key, DEADLINE_S) for c in group]
             exported = [item for item in items if item is not None]
             if len(exported) < len(group):
@@ -80,28 +85,40 @@ class _OurSide:
 
     def read(self) -> None:
         """Every chunk, verified in the caller's memory."""
+        self._read(self._remote)
+
+    def read_far(self) -> None:
+        """The same as a client that gave no memory."""
+        self._read(self._far)
+
+    def _read(self, space: Space) -> None:
         for group in self._groups:
             out = [self._caller.out[c] for c in group]
-            _check(self._remote.read([self._refs[c] for c in group], WHOLE, out, deadline_s=DEADLINE_S))
+            _check(space.read([self._refs[c] for c in group], WHOLE, out, deadline_s=DEADLINE_S))
 
-    def check(self) -> None:
-        """Raise unless what was read is what was written."""
+    def check(self, read: Callable[[], None]) -> None:
+        """Raise unless what is read is what was written."""
         self._caller.out.fill(0)
-        self.read()
+        read()
         if not np.array_equal(self._caller.out, self._caller.data):
             raise StoreError("what was read is not what was written")
 
 
 @contextlib.contextmanager
-def _our_side(caller: Caller, url: str) -> Iterator[_OurSide]:
-    parsed = parse_url(f"{url}{'&' if '?' in url else '?'}lookup=10&deadline={DEADLINE_S}")
+def _our_side(caller: Caller, url: str, far_url: str | None = None) -> Iterator[_OurSide]:
+    parsed, far_parsed = (
+        parse_url(f"{text}{'&' if '?' in text else '?'}lookup=10&deadline={DEADLINE_S}")
+        for text in (url, far_url or url)
+    )
     local = parse_url(f"shm:///headwater-bench-{secrets.token_hex(8)}?capacity={2 * caller.num_bytes + (64 << 20)}")
     front = open_embedded(local)
     remote = open_remote(parsed)
+    far = open_remote(far_parsed)
     try:
         remote.contribute()
-        yield _OurSide(caller, front, RemoteTier(parsed, remote))
+        yield _OurSide(caller, front, RemoteTier(parsed, remote), far)
     finally:
+        far.close()
         remote.close()
         front.close()
         destroy(local)
@@ -114,7 +131,7 @@ def _check(statuses: Sequence[int]) -> None:
 
 def _compared(caller: Caller, ours: _OurSide, write: Timed, read: Callable[[], object], pairs: int) -> dict[str, Any]:
     writes = take_turns({"bare": write, "ours": ours.write, "again": write}, pairs)
-    ours.check()
+    ours.check(ours.read)
     reads = take_turns({"bare": stopwatch(read), "ours": stopwatch(ours.read), "again": stopwatch(read)}, pairs)
     return {
         "read_ratio": reads.ratio("bare", "ours"),
@@ -218,12 +235,35 @@ def _bench_mooncake(caller: Caller, pairs: int) -> dict[str, Any]:
         try:
             for memory in (caller.data, caller.out):
                 bare.register_buffer(memory.ctypes.data, memory.nbytes)
-            with _our_side(caller, f"mooncake://127.0.0.1:{port}?buffer=64MiB&segment={size}") as ours:
+            url = f"mooncake://127.0.0.1:{port}?buffer=64MiB"
+            with _our_side(caller, f"{url}&segment={size}", url) as ours:
                 batches = _objects(caller)
                 write = partial(_mooncake_write, bare, library, batches)
-                return _compared(caller, ours, write, partial(_mooncake_read, bare, batches), pairs)
+                report = _compared(caller, ours, write, partial(_mooncake_read, bare, batches), pairs)
+                return report | _mooncake_far(caller, ours, library, batches, port, pairs)
         finally:
             bare.close()
+
+
+def _mooncake_far(
+    caller: Caller, ours: _OurSide, library: Any, batches: Sequence[Any], port: int, pairs: int
+) -> dict[str, Any]:
+    """Both sides as clients that gave no memory: all bytes come through a socket."""
+    bare = library.MooncakeDistributedStore()
+    if bare.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", f"127.0.0.1:{port}"):
+        raise StoreError("a second client of Mooncake could not be set up")
+    try:
+        bare.register_buffer(caller.out.ctypes.data, caller.out.nbytes)
+        ours.check(ours.read_far)
+        runs = {"bare": stopwatch(partial(_mooncake_read, bare, batches)), "ours": stopwatch(ours.read_far)}
+        reads = take_turns(runs, pairs)
+        return {
+            "far_read_ratio": reads.ratio("bare", "ours"),
+            "far_read_gbps": gbps(caller.num_bytes, reads.time("ours")),
+            "bare_far_read_gbps": gbps(caller.num_bytes, reads.time("bare")),
+        }
+    finally:
+        bare.close()
 
 
 def _mooncake_write(client: Any, library: Any, batches: Sequence[Any]) -> float:

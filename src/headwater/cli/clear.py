@@ -25,17 +25,18 @@ def forget(url: str | None, selected: Selection, yes: bool, as_json: bool) -> No
         if rows:
             what = f"{plural(sum(row.chunks for row in rows), 'chunk')} ({format_size(sum(row.bytes for row in rows))})"
             models = ", ".join(sorted({one_line(row.root.get("label") or "unnamed") for row in rows}))
-            _confirm(f"Forget {what} of {models} in {before.url}?", yes)
+            _confirm(f"Forget {what} of {models} in {before.name}?", yes)
         with progress("clearing") as advance:
             # Without rows nobody was asked, and what appeared meanwhile is not what was meant.
             removed = store.clear(None if selected.is_everything else selected, advance) if rows or yes else 0
         freed = max(0, before.used_bytes - store.stats().used_bytes)
     if as_json:
-        print_json({"url": before.url, "removed_chunks": removed, "freed_bytes": freed, "removed_pool": False})
+        print_json({"url": before.name, "removed_chunks": removed, "freed_bytes": freed, "removed_pool": False})
     elif removed:
-        print(f"{before.url}: forgot {plural(removed, 'chunk')}, {format_size(freed)} free again")
+        where = f" in {before.url}" if before.tiers else ""
+        print(f"{before.name}: forgot {plural(removed, 'chunk')}, {format_size(freed)} free again{where}")
     else:
-        print(f"{before.url}: there was nothing to forget")
+        print(f"{before.name}: there was nothing to forget")
 
 
 def delete_pool(url: str | None, yes: bool, as_json: bool) -> None:

@@ -36,9 +36,10 @@ def show_stats(url: str | None, as_json: bool) -> None:
         rows.add_row(*row)
     console().print(stats.url, rows, sep="\n")
     if stats.tiers:
-        tiers = table("tier", "written", "answers")
+        tiers = table("tier", "written", "answers", "events of")
         for tier in stats.tiers:
-            tiers.add_row(tier.url, tier.write, away.get(tier.url, "yes"))
+            whose = "all hosts" if tier.events == "fleet" else "this host"
+            tiers.add_row(tier.url, tier.write, away.get(tier.url, "yes"), whose)
         console().print(tiers)
 
 
@@ -86,7 +87,7 @@ def list_chunks(url: str | None, selected: Selection, limit: int | None, as_json
 
 def _scan(url: str | None, selected: Selection) -> tuple[str, list[ChunkInfo]]:
     with closing(open_existing(url)) as store:
-        return store.stats().url, [chunk for chunk in store.scan() if selected(chunk.space, chunk.root)]
+        return store.stats().name, [chunk for chunk in store.scan() if selected(chunk.space, chunk.root)]
 
 
 def _print_rows(name: str, rows: list[Row], limit: int | None, draw: Callable[[list[Row]], Table]) -> None:
@@ -136,7 +137,7 @@ def verify_pool(url: str | None, as_json: bool) -> bool:
     """`headwater pool verify`: whether all was well."""
     started_s = time.monotonic()
     with closing(open_existing(url)) as store, progress("verifying") as advance:
-        name = store.stats().url
+        name = store.stats().name
         report = store.verify(advance)
     if as_json:
         seconds = round(time.monotonic() - started_s, 3)
@@ -149,5 +150,7 @@ def verify_pool(url: str | None, as_json: bool) -> bool:
         print(f"damaged: {plural(report.damaged, 'chunk')}{lost}")
     for problem in report.problems:
         print(f"problem: {one_line(problem)}")
+    for tier in report.unchecked:
+        print(f"not checked: {one_line(tier)}")
     print("clean" if report.clean else "not clean")
     return report.clean

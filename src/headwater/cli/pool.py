@@ -76,6 +76,21 @@ def clear(
 
 
 @pool_app.command()
+def events(
+    url: Url = None,
+    since: Annotated[
+        int | None, typer.Option(min=0, help="Begin after the event of this number; with what is new if not given.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="End after so long; never if not given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each event as one line of JSON.")] = False,
+) -> None:
+    """Follow what happens to a pool's chunks: stored, removed, cleared, and in which tier."""
+    from headwater.cli.events import show_events
+
+    show_events(url, since, seconds, as_json)
+
+
+@pool_app.command()
 def demo(
     url: Annotated[str | None, typer.Option(help="Use this pool, and leave the KV in it.")] = None,
     tokens: Annotated[int, typer.Option(min=1, max=32768, help="Tokens in the prompt.")] = 2000,

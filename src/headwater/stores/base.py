@@ -119,6 +119,10 @@ class TierStats:
     breaker: str = "closed"
     breaker_trips: int = 0
     breaker_reason: str = ""
+    events: str = "host"
+    """Whose events of this tier reach followers here: `host` (all processes of this one) or `fleet` (all hosts)."""
+    heard: int = 0
+    """Events of other hosts that this process has brought."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +148,16 @@ class StoreStats:
     tiers: tuple[TierStats, ...] = ()
     """Fastest first; empty where there is one only."""
 
+    @property
+    def name(self) -> str:
+        """The URLs of all tiers."""
+        return ",".join(tier.url for tier in self.tiers) or self.url
+
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a full check found. `clean` means nothing was wrong; damaged chunks have been removed."""
+    """What a full check found. `clean` means that nothing was wrong in what was checked; damaged chunks have been
+    removed."""
 
     chunks: int
     tiles: int
@@ -156,6 +166,8 @@ class VerifyReport:
     lost: int
     """Good chunks that continued a damaged one, and went with it."""
     problems: tuple[str, ...]
+    unchecked: tuple[str, ...] = ()
+    """Tiers that could not be looked through, and why."""
 
     @property
     def clean(self) -> bool:

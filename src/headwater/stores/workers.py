@@ -9,12 +9,38 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from headwater.locks import ForkSafeLock
 
 STUCK_PATIENCE_S = 0.05
 """For a call beside one that hangs: many times what a disk or a network that is well takes to answer."""
+
+
+def in_lanes(works: Iterable[Callable[[], object]], count: int) -> None:
+    """Do all of them, `count` at a time, in this thread and others that have ended when this returns. Each must take a
+    bounded time. After one has failed no other is begun, and its exception is raised."""
+    todo, errors, lock = iter(works), list[BaseException](), threading.Lock()
+
+    def lane() -> None:
+        while not errors:
+            with lock:
+                work = next(todo, None)
+            if work is None:
+                return
+            try:
+                work()
+            except BaseException as error:  # raised again below
+                errors.append(error)
+
+    others = [threading.Thread(target=lane, name="headwater-lane", daemon=True) for _ in range(count - 1)]
+    for thread in others:
+        thread.start()
+    lane()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 class Workers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from headwater.stores.embedded.layout import CHUNK, COMPLETE, PENDING, ROOT, SPA
 from headwater.stores.embedded.reader import Reader, extent_tiles
 
 _DEEPEST = 1 << 20
+_LOOK_EVERY_S = 0.02
 
 
 class Exported(NamedTuple):
@@ -30,6 +32,8 @@ class Exported(NamedTuple):
     sums: npt.NDArray[np.uint64] | None
     """In [layer][head] order; None where the tiles were verified on the way and have none of their own."""
     lease: Lease | None
+    is_held: bool = False
+    """Whether anybody has a lease on this very chunk, or it is pinned."""
 
     def release(self) -> None:
         """The copy has ended. Idempotent."""
@@ -44,13 +48,18 @@ class Exporter:
         self._core = core
         self._reader = reader
         self._roots: dict[int, RootRef] = {}
+        self._published: set[int] = set()
+        self._looked_at = 0.0
 
     def locate(self, key: bytes) -> tuple[RootRef, ChunkRef] | None:
         """The names of a complete chunk; None where it is not here (any more). Chunks before it may still be pending:
         a rank of a context-parallel server completes some before its peers have filled those."""
+        entry = self._core.index.find(key)
+        return None if entry is None else self._names(entry)
+
+    def _names(self, entry: Entry) -> tuple[RootRef, ChunkRef] | None:
         index = self._core.index
-        entry = index.find(key)
-        if entry is None or entry.state != COMPLETE or entry.record.kind != CHUNK:
+        if entry.state != COMPLETE or entry.record.kind != CHUNK:
             return None
         parent_key, above = b"", entry
         for _ in range(_DEEPEST):
@@ -65,7 +74,7 @@ class Exporter:
                 if root is None:
                     return None
                 r = entry.record
-                return root, ChunkRef(key, parent_key, r.number, r.first_token, r.num_tokens, root.key)
+                return root, ChunkRef(r.key, parent_key, r.number, r.first_token, r.num_tokens, root.key)
             above = parent
         return None
 
@@ -89,12 +98,14 @@ class Exporter:
         """Open one chunk for copying: where it lies, under a lease, if it is mapped and that is wanted; else as a copy
         that was verified. Only who carries the checksums along may copy in place: whoever makes new ones would make
         damage look right."""
-        names = self.locate(key)
-        if names is None:
+        entry = self._core.index.find(key)
+        names = None if entry is None else self._names(entry)
+        if entry is None or names is None:
             return None
         root, chunk = names
         spec, shard = root.space.spec, whole_shard(root.space.spec)
-        lease = self._reader.lease(root, key)
+        is_held = self._is_held(entry)
+        lease = self._reader.lease_entry(entry)
         found = self._reader.load(spec, chunk) if lease is not None else None
         if found is None:
             if lease is not None:
@@ -102,11 +113,18 @@ class Exporter:
             return None
         if found.addressable and in_place:
             tiles = extent_tiles(self._core, spec, found.entry)
-            return Exported(root, chunk, tiles, np.array(found.sums, np.uint64), lease)
+            return Exported(root, chunk, tiles, np.array(found.sums, np.uint64), lease, is_held)
         tiles = np.empty(shard.local_shape(spec, chunk.first_token, chunk.num_tokens), np.uint8)
         try:
             status = self._reader.read(root, [Piece(chunk, shard, tiles)], deadline)[0]
         finally:
             if lease is not None:
                 lease.release()
-        return Exported(root, chunk, tiles, None, None) if status == Status.OK else None
+        return Exported(root, chunk, tiles, None, None, is_held) if status == Status.OK else None
+
+    def _is_held(self, entry: Entry) -> bool:
+        """Whether anybody holds a chunk. Who holds what is looked up once for many."""
+        now = time.monotonic()
+        if now >= self._looked_at + _LOOK_EVERY_S:
+            self._published, self._looked_at = self._core.members.published(), now
+        return bool(self._core.index.counts(entry.cell)[1]) or entry.record.id in self._published

@@ -224,15 +224,21 @@ class EmbeddedStore:
         """Nothing to wait for: there is no slower tier."""
         return True
 
-    def say(self, kind: EventKind, tier: str, keys: Sequence[bytes]) -> None:
-        """Note in the events what happened in another tier. Late or stuck is no matter."""
+    def say(self, tier: str, events: Sequence[tuple[EventKind, bytes, int, int]]) -> None:
+        """Note in the events what happened in another tier: kinds, keys, numbers and tokens. Late or stuck is no
+        matter."""
 
         def work() -> None:
-            for key in keys:
-                self._core.journal.say(kind, tier, key)
+            for kind, key, number, num_tokens in events:
+                self._core.journal.say(kind, tier, key, number, num_tokens)
 
         with self._open() as core, contextlib.suppress(DeadlineError, StoreDamagedError):
             core.transact(work, self._deadline(None))
+
+    @property
+    def generation(self) -> bytes:
+        """Random bytes that all processes of this store share, and no other store has."""
+        return self._core.geometry.generation
 
     def tails(self, key: bytes) -> tuple[int, ...]:
         """Lengths of the newest tails below a chunk or root."""

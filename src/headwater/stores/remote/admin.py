@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from headwater.stores.base import ChunkInfo, Progress, VerifyReport
+from headwater.stores.events import EventKind
+from headwater.stores.remote.announce import Announcer, Told
 from headwater.stores.remote.base import ObjectClient
 from headwater.stores.remote.manifest import MAX_MANIFEST_BYTES, Manifest, Names
 from headwater.stores.remote.plan import tile_sums
@@ -25,21 +27,23 @@ _MOST_DESCRIBED = 1 << 16
 class RemoteAdmin:
     """The administrator's half of a remote store. Raises BackendError and DeadlineError: its callers wait for it."""
 
-    def __init__(self, client: ObjectClient, names: Names) -> None:
+    def __init__(self, client: ObjectClient, names: Names, announcer: Announcer) -> None:
         self._client = client
         self._names = names
+        self._announcer = announcer
 
     def clear(self, match: Callable[[dict[str, Any], dict[str, Any]], bool] | None, progress: Progress | None) -> int:
         """See `stores.base.Store.clear`."""
         deadline = time.monotonic() + _DEADLINE_S
         if match is None:
             removed = self._client.remove_prefix(f"{self._names.prefix}:m:", deadline)
-            self._client.remove_prefix(f"{self._names.prefix}:", deadline)
+            self._client.remove_prefix(f"{self._names.prefix}:", deadline, but=self._names.log)
+            self._remove([], [Told(EventKind.CLEARED)], deadline)
             return removed
         chosen: dict[bytes, bool] = {}
         removed = 0
         for found in self._manifests(deadline):
-            doomed = list[str]()
+            doomed, told = list[str](), list[Told]()
             for name, manifest in found:
                 if manifest is None:
                     doomed.append(name)
@@ -48,11 +52,17 @@ class RemoteAdmin:
                     chosen[manifest.root] = match(*self._description(manifest.root, deadline))
                 if chosen[manifest.root]:
                     doomed += self._names.all_of(manifest)
-                    removed += 1
-            self._client.remove(doomed, deadline)
+                    told.append(Told.of(EventKind.REMOVED, manifest))
+            removed += len(told)
+            self._remove(doomed, told, deadline)
             if progress is not None:
                 progress(removed, removed)
+        self._remove([], [Told(EventKind.CLEARED, root) for root, is_chosen in chosen.items() if is_chosen], deadline)
         return removed
+
+    def _remove(self, names: Sequence[str], told: Sequence[Told], deadline: float) -> None:
+        self._client.remove(names, deadline, self._announcer.notice(told))
+        self._announcer.happened(told)
 
     def scan(self) -> Iterator[ChunkInfo]:
         """See `stores.base.Store.scan`."""
@@ -90,7 +100,8 @@ class RemoteAdmin:
                     chunks, tiles, num_bytes = chunks + 1, tiles + len(manifest.sums), num_bytes + manifest.num_bytes
                 else:
                     damaged += 1
-                    self._client.remove(names, deadline)
+                    told = [] if manifest is None else [Told.of(EventKind.REMOVED, manifest)]
+                    self._remove(names, told, deadline)
             if progress is not None:
                 progress(chunks, chunks)
         return VerifyReport(chunks, tiles, num_bytes, damaged, 0, ())

@@ -6,7 +6,7 @@ DeadlineError where it takes too long; one object that is missing or finds no ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,11 +28,9 @@ class Span(NamedTuple):
     """Whether the range is all of the object."""
 
 
-class Landed(NamedTuple):
-    """Some targets of a span have got their bytes, or (with none) the object is not there."""
-
-    span: int
-    targets: range
+Landed = Callable[[int, range], None]
+"""Told the number of a span and which of its targets have got their bytes; with none, that the object is not there. It
+may be called by several threads at once."""
 
 
 class NewObject(NamedTuple):
@@ -40,6 +38,8 @@ class NewObject(NamedTuple):
 
     name: str
     parts: Sequence[Bytes]
+    is_held: bool = False
+    """Whether somebody holds the chunk: let others be evicted before it, as far as the backend can."""
 
     @property
     def length(self) -> int:
@@ -54,6 +54,7 @@ class NewManifest(NamedTuple):
     value: bytes
     tail_list: str | None
     num_tokens: int
+    is_held: bool = False
 
 
 class Survey(NamedTuple):
@@ -71,12 +72,40 @@ class Usage(NamedTuple):
     num_objects: int
 
 
+class Notice(NamedTuple):
+    """Entries for the log of that name."""
+
+    log: str
+    values: Sequence[bytes]
+
+
+Position = tuple[int, int]
+"""A place in a log. They only grow."""
+
+
+class Heard(NamedTuple):
+    """Entries of a log after some position, oldest first, and where they end."""
+
+    values: list[bytes]
+    position: Position
+    missed: bool
+    """Whether there may have been others, which are gone."""
+
+
+LOG_ENTRIES = 4096
+"""About so many a log keeps, the newest."""
+
 MAX_TAILS = 8
 """Lengths that a tail list keeps, the newest first."""
 
 
 class ObjectClient(Protocol):
     """One backend. Thread-safe. Deadlines are values of time.monotonic()."""
+
+    lane_bytes: int
+    """Larger batches of objects are better written in parts of about this size, some at a time; 0: as they are."""
+    has_log: bool
+    """Whether it can keep a log that all hosts read. Where it cannot, notices go nowhere."""
 
     def ping(self, deadline: float) -> None:
         """Return if the backend answers."""
@@ -88,24 +117,29 @@ class ObjectClient(Protocol):
     def fetch(self, names: Sequence[str], limit: int, deadline: float) -> list[bytes | None]:
         """Small objects, whole. Longer than `limit` is None."""
 
-    def read(self, spans: Sequence[Span], deadline: float) -> Iterator[Landed]:
-        """Bring ranges to their targets, and say which have landed, so that they can be verified while they are in the
-        cache and others arrive. Nothing is written to a target after the generator has ended, however it ended."""
+    def read(self, spans: Sequence[Span], deadline: float, landed: Landed) -> None:
+        """Bring ranges to their targets, and say at once which have landed, so that they can be verified while they are
+        in the cache and others arrive. Nothing is written to a target, and nothing said, after the return."""
 
     def write(self, objects: Sequence[NewObject], deadline: float) -> list[Status]:
         """Store objects: OK, or FULL where there is no room. What fails may be left behind."""
 
-    def publish(self, manifests: Sequence[NewManifest], deadline: float) -> list[Status]:
-        """Store manifests, each only if there is none of its name: OK, EXISTS or FULL."""
+    def publish(self, manifests: Sequence[NewManifest], deadline: float, notice: Notice | None = None) -> list[Status]:
+        """Store manifests, each only if there is none of its name: OK, EXISTS or FULL. The notice goes along; if it
+        is refused, that is no matter."""
 
-    def remove(self, names: Sequence[str], deadline: float) -> None:
-        """Forget objects. Those that are not there are no matter."""
+    def remove(self, names: Sequence[str], deadline: float, notice: Notice | None = None) -> None:
+        """Forget objects. Those that are not there are no matter. The notice goes along."""
+
+    def hear(self, log: str, after: Position | None, limit: int, deadline: float) -> Heard | None:
+        """Entries of a log after a position (None: after its end, to begin there); None where there is no log to be
+        had: the backend knows none, or does not let us."""
 
     def keep(self, names: Sequence[str], pinned: bool, deadline: float) -> None:
         """Note a use; `pinned` keeps the objects until they are unpinned, as far as the backend can."""
 
-    def remove_prefix(self, prefix: str, deadline: float) -> int:
-        """Forget all objects whose names begin like this; how many there were."""
+    def remove_prefix(self, prefix: str, deadline: float, *, but: str = "") -> int:
+        """Forget all objects whose names begin like this, except one; how many there were."""
 
     def contribute(self) -> None:
         """Give the backend the memory that this host was asked to give, if it takes any. Once is enough."""

@@ -3,6 +3,7 @@
     PREFIX:m:KEY             the manifest, published last and only once
     PREFIX:p:KEY:GEN:N       piece N, as [layer][head][plane][token][dim]; GEN is random, one for each attempt to write
     PREFIX:t:PARENT          lengths of the newest tails below a chunk (or root)
+    PREFIX:e                 what happened here, for the other hosts (see `announce`)
 
 Two servers may write one chunk at the same time, and their results may differ in the last bit: each writes pieces of
 its own generation, and the manifest that is published first says which are the chunk's. A manifest is bound to its
@@ -160,6 +161,11 @@ class Names:
     def root(self, key: bytes) -> str:
         """Of the description of a root and its space."""
         return f"{self.prefix}:r:{key.hex()}"
+
+    @property
+    def log(self) -> str:
+        """Of the log of events."""
+        return f"{self.prefix}:e"
 
     def all_of(self, manifest: Manifest) -> list[str]:
         """The manifest first, so that nobody finds a chunk of which half is gone."""

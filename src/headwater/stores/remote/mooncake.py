@@ -2,8 +2,9 @@
 
 The library's calls cannot be cancelled and may hang for minutes while a master is away, so they run in threads of
 their own: whoever is late is left behind. Bytes are put straight from the store's mapped memory, which is registered
-once, and arrive in registered blocks of ours (see `staging`); from there they are copied to the caller and verified
-while the next block arrives.
+once. What lies in the memory that this process gave is read in place (see `mooncake_near`); all else arrives in
+registered blocks of ours (see `staging`), and is copied from there to the caller and verified while the next block
+arrives.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +27,22 @@ import numpy as np
 from headwater.errors import BackendError, DeadlineError, StoreError
 from headwater.locks import ForkSafeLock
 from headwater.stores.base import Status
-from headwater.stores.remote.base import MAX_TAILS, Bytes, Landed, NewManifest, NewObject, Span, Survey, Usage
+from headwater.stores.remote.base import (
+    MAX_TAILS,
+    Bytes,
+    Heard,
+    Landed,
+    NewManifest,
+    NewObject,
+    Notice,
+    Position,
+    Span,
+    Survey,
+    Usage,
+)
 from headwater.stores.remote.mooncake_config import MooncakeConfig, own_address
+from headwater.stores.remote.mooncake_master import MasterMetrics
+from headwater.stores.remote.mooncake_near import NearMemory, find_near
 from headwater.stores.remote.mooncake_stream import Arrived, Stream
 from headwater.stores.remote.staging import Blocks
 from headwater.stores.url import StoreUrl
@@ -48,16 +64,23 @@ _TAILS = struct.Struct(f"<{MAX_TAILS}I")
 class MooncakeClient:
     """One client of one cluster. See `base.ObjectClient`."""
 
+    lane_bytes = 32 << 20
+    has_log = False  # objects by name are all it has: none that grows, and no names that could be listed
+
     def __init__(self, url: StoreUrl) -> None:
         self._name = str(url)
         self._config = MooncakeConfig.of(url)
+        self._metrics = MasterMetrics(self._config.master_place[0], self._config.metrics_port)
         self._workers = Workers(_THREADS, "headwater-mooncake")
         self._blocks = Blocks(_BLOCK_BYTES, _BLOCKS, self._register, self._unregister)
         self._store: Any = None
         self._replication: Any = None
+        self._holding: Any = None
+        """The same for objects of chunks that somebody holds."""
         self._registered: dict[int, Any] = {}
         self._given = False
         self._wants_to_give = False
+        self._near: NearMemory | None = None
         self._lock = ForkSafeLock()
         self._setting_up = threading.Lock()
         self._pid = os.getpid()
@@ -97,17 +120,42 @@ class MooncakeClient:
         return tuple(n for n in _TAILS.unpack(raw) if n) if raw is not None and len(raw) == _TAILS.size else ()
 
     # ---- reading ------------------------------------------------------------------------------------------------
-    def read(self, spans: Sequence[Span], deadline: float) -> Iterator[Landed]:
-        """See `base.ObjectClient`. While some batches arrive, one is copied and verified."""
+    def read(self, spans: Sequence[Span], deadline: float, landed: Landed) -> None:
+        """See `base.ObjectClient`. What is far comes in batches; meanwhile what is near is copied and verified, and
+        then one batch while others arrive."""
+        near = self._near
+        if near is None:
+            self._read_far(spans, range(len(spans)), lambda: None, deadline, landed)
+            return
+        names = list(dict.fromkeys(span.name for span in spans))
+        replicas = self._call(lambda store: store.batch_get_replica_desc(names), deadline)
+        with near.in_use() as usable:
+            places = near.locate(replicas, spans) if usable and isinstance(replicas, dict) else {}
+            far = [number for number in range(len(spans)) if number not in places]
+            at_hand = partial(near.land, spans, places, deadline, landed)
+            if far:
+                self._read_far([spans[number] for number in far], far, at_hand, deadline, landed)
+            else:
+                at_hand()
+
+    def _read_far(
+        self,
+        spans: Sequence[Span],
+        numbers: Sequence[int],
+        meanwhile: Callable[[], None],
+        deadline: float,
+        landed: Landed,
+    ) -> None:
         stream = Stream(self._ready(deadline), spans, self._blocks, deadline)
         job = self._workers.begin(stream.work)
         if job is None:
             raise BackendError("every thread waits for a call that does not end")
         try:
+            meanwhile()
             left = len(spans)
             while left:
                 arrived = stream.next()
-                yield from self._land(arrived, spans)
+                self._land(arrived, spans, numbers, landed)
                 stream.done_with(arrived)
                 left -= len(arrived.batch.spans)
         except BaseException:
@@ -116,48 +164,58 @@ class MooncakeClient:
         finally:
             stream.abandon()
 
-    def _land(self, arrived: Arrived, spans: Sequence[Span]) -> Iterator[Landed]:
+    def _land(self, arrived: Arrived, spans: Sequence[Span], numbers: Sequence[int], landed: Landed) -> None:
         """Copy a batch to its targets one by one: what was copied is still in the cache when it is verified."""
-        (numbers, places), block, codes = arrived
-        for i, at, code in zip(numbers, places, self._codes(codes, len(numbers)), strict=True):
+        (batch, places), block, codes = arrived
+        for i, at, code in zip(batch, places, self._codes(codes, len(batch)), strict=True):
             if code != spans[i].length:
-                yield Landed(i, range(0))
+                landed(numbers[i], range(0))
                 continue
             for number, target in enumerate(spans[i].targets):
                 np.copyto(target, block[at : at + target.size])
                 at += target.size
-                yield Landed(i, range(number, number + 1))
+                landed(numbers[i], range(number, number + 1))
 
     # ---- writing ------------------------------------------------------------------------------------------------
     def write(self, objects: Sequence[NewObject], deadline: float) -> list[Status]:
-        """See `base.ObjectClient`. One batch, straight from where the parts lie."""
+        """See `base.ObjectClient`. Straight from where the parts lie, in one batch; what is held in another."""
         if not objects:
             return []
         self._ready(deadline)
+        statuses = [Status.OK] * len(objects)
+        for is_held in (False, True):
+            share = [i for i, new in enumerate(objects) if new.is_held is is_held]
+            if share:
+                put = partial(self._put, [objects[i] for i in share])
+                for i, code in zip(share, self._codes(self._call(put, deadline), len(share)), strict=True):
+                    statuses[i] = _stored(code)
+        return statuses
+
+    def _put(self, objects: Sequence[NewObject], store: Any) -> Any:
+        """Keeps the objects until the call has ended, however late: the library reads from their memory."""
+        config = self._holding if objects[0].is_held else self._replication
         names, places, sizes = [], list[list[int]](), list[list[int]]()
         for new in objects:
-            for part in new.parts:
-                self._register_base(part)
             names.append(new.name)
-            places.append([part.ctypes.data for part in new.parts])
+            places.append([self._registered_place(part) for part in new.parts])
             sizes.append([part.nbytes for part in new.parts])
+        if all(len(parts) == 1 for parts in places):
+            return store.batch_put_from(names, [p[0] for p in places], [s[0] for s in sizes], config)
+        return store.batch_put_from_multi_buffers(names, places, sizes, config)
 
-        def put(store: Any, _held: Sequence[NewObject] = objects) -> Any:
-            # Held until the call has ended, however late: the library reads from their memory.
-            if all(len(parts) == 1 for parts in places):
-                return store.batch_put_from(names, [p[0] for p in places], [s[0] for s in sizes], self._replication)
-            return store.batch_put_from_multi_buffers(names, places, sizes, self._replication)
-
-        return [_stored(code) for code in self._codes(self._call(put, deadline), len(objects))]
-
-    def publish(self, manifests: Sequence[NewManifest], deadline: float) -> list[Status]:
+    def publish(self, manifests: Sequence[NewManifest], deadline: float, notice: Notice | None = None) -> list[Status]:
         """See `base.ObjectClient`. Putting what exists changes nothing and says nothing: only a second look tells."""
+        for is_held, config in ((False, self._replication), (True, self._holding)):
+            group = [new for new in manifests if new.is_held is is_held]
+            if not group:
+                continue
+            put = partial(_put_values, [new.name for new in group], [new.value for new in group], config)
+            code = self._call(put, deadline)
+            if code in _NO_ROOM:
+                return [Status.FULL] * len(manifests)
+            if code != 0:
+                raise BackendError(f"Mooncake failed to put: {code}")
         names, values = [new.name for new in manifests], [new.value for new in manifests]
-        code = self._call(lambda store: store.put_batch(names, values, self._replication), deadline)
-        if code in _NO_ROOM:
-            return [Status.FULL] * len(names)
-        if code != 0:
-            raise BackendError(f"Mooncake failed to put: {code}")
         statuses = []
         longest = max(len(value) for value in values)
         for new, stored in zip(manifests, self.fetch(names, max(longest, 1 << 23), deadline), strict=True):
@@ -176,12 +234,16 @@ class MooncakeClient:
         self._call(lambda store: store.upsert(name, value, self._replication), deadline)
 
     # ---- keeping and forgetting ---------------------------------------------------------------------------------
-    def remove(self, names: Sequence[str], deadline: float) -> None:
+    def hear(self, log: str, after: Position | None, limit: int, deadline: float) -> Heard | None:
+        """See `base.ObjectClient`."""
+        return None
+
+    def remove(self, names: Sequence[str], deadline: float, notice: Notice | None = None) -> None:
         """See `base.ObjectClient`."""
         if names:
             self._codes(self._call(lambda store: store.batch_remove(list(names), True), deadline), len(names))
 
-    def remove_prefix(self, prefix: str, deadline: float) -> int:
+    def remove_prefix(self, prefix: str, deadline: float, *, but: str = "") -> int:
         """See `base.ObjectClient`."""
         code = self._call(lambda store: store.remove_by_regex(f"^{prefix}.*", True), deadline)
         if not isinstance(code, int) or code < 0:
@@ -193,13 +255,16 @@ class MooncakeClient:
         self._exists(names, deadline)
 
     def scan(self, prefix: str, deadline: float) -> Iterator[str]:
-        """See `base.ObjectClient`."""
-        raise BackendError("Mooncake does not list what it holds")
+        """See `base.ObjectClient`: the master says that on the port of its metrics, not to its clients."""
+        return self._metrics.names(prefix, deadline)
 
     def usage(self, deadline: float) -> Usage:
-        """See `base.ObjectClient`: the master's metrics say that, not its clients."""
+        """See `base.ObjectClient`. Zeros where the master's metrics cannot be asked."""
         self._exists([f"{self._name}?"], deadline)
-        return Usage(0, 0, 0)
+        try:
+            return self._metrics.usage(deadline)
+        except (BackendError, DeadlineError):
+            return Usage(0, 0, 0)
 
     # ---- the client ---------------------------------------------------------------------------------------------
     def contribute(self) -> None:
@@ -218,6 +283,8 @@ class MooncakeClient:
         if answer.get("ret"):
             log.warning("%s did not take the memory of this host: %s", self._name, answer.get("ret"))
             self._given = False
+        elif self._config.prefer_local:
+            self._near = find_near(store, self._replication)
 
     def _ready(self, deadline: float) -> Any:
         """The library's client. Setting it up takes milliseconds, or minutes where the master is away: nobody waits."""
@@ -257,22 +324,29 @@ class MooncakeClient:
             code = store.setup(host, c.metadata, 0, c.buffer_bytes, c.protocol, c.device, c.master)
             if code != 0:
                 raise BackendError(f"the client could not be set up: {code}")
-            replication = module.ReplicateConfig()
-            replication.replica_num = c.replicas
-            if c.prefer_local:
-                replication.preferred_segment = store.get_hostname()
-            if c.pin_s:
-                replication.soft_pin_action = module.SoftPinAction.ENABLE
-                replication.soft_pin_ttl_ms = round(1000 * c.pin_s)
-            self._replication, self._store = replication, store
+            self._replication, self._holding = (self._replicate(module, store, held) for held in (False, True))
+            self._store = store
             self._give()
         finally:
             self._setting_up.release()
 
+    def _replicate(self, module: Any, store: Any, is_held: bool) -> Any:
+        """How objects are put. A soft pin lets others be evicted first: for as long as the URL says, else as long as
+        the master does."""
+        config = module.ReplicateConfig()
+        config.replica_num = self._config.replicas
+        if self._config.prefer_local:
+            config.preferred_segment = store.get_hostname()
+        if self._config.pin_s or is_held:
+            config.soft_pin_action = module.SoftPinAction.ENABLE
+        if self._config.pin_s:
+            config.soft_pin_ttl_ms = round(1000 * self._config.pin_s)
+        return config
+
     def _begin_anew(self) -> None:
         """In a forked child, which has none of the library's threads: a client of its own."""
         _left_behind.append(self._store)  # its destructor would wait for threads that are not there
-        self._pid, self._store, self._given, self._registered = os.getpid(), None, False, {}
+        self._pid, self._store, self._given, self._registered, self._near = os.getpid(), None, False, {}, None
         self._setting_up = threading.Lock()
         self._workers = Workers(_THREADS, "headwater-mooncake")
         self._blocks = Blocks(_BLOCK_BYTES, _BLOCKS, self._register, self._unregister)
@@ -301,17 +375,22 @@ class MooncakeClient:
         if self._store is not None:
             self._store.unregister_buffer(block.ctypes.data)
 
-    def _register_base(self, part: Bytes) -> None:
-        """Register the whole segment that a part lies in, once. Private memory of callers is not worth it."""
+    def _registered_place(self, part: Bytes) -> int:
+        """Where a part lies. The whole segment around it is registered, once; private memory of callers is not worth
+        it."""
+        place = int(part.__array_interface__["data"][0])
+        if any(start <= place < start + held.nbytes for start, held in self._registered.items()):
+            return place
         base: Any = part
         while isinstance(base.base, np.ndarray):
             base = base.base
-        address = base.ctypes.data
-        if address in self._registered or base.nbytes < _REGISTER_ABOVE or self._store is None:
-            return
-        if isinstance(base.base, (mmap.mmap, memoryview)):
-            self._registered[address] = base  # keeps it mapped
-            self._store.register_buffer(address, base.nbytes)
+        if base.nbytes >= _REGISTER_ABOVE and isinstance(base.base, (mmap.mmap, memoryview)):
+            with self._lock:
+                store, start = self._store, base.ctypes.data
+                if store is not None and start not in self._registered:
+                    self._registered = {**self._registered, start: base}  # keeps it mapped
+                    store.register_buffer(start, base.nbytes)
+        return place
 
     def close(self) -> None:
         """See `base.ObjectClient`. A call that hangs keeps the client, and the memory that it reads from, until it ends
@@ -321,10 +400,10 @@ class MooncakeClient:
         self._closed = True
         store, self._store = self._store, None
         if store is not None and self._pid == os.getpid():
-            client = _OpenClient(store, self._registered, self._workers)
+            client = _OpenClient(store, self._registered, self._near, self._workers)
             if not client.end(_CLOSE_S):
                 _left_behind.append(client)
-        self._registered = {}
+        self._registered, self._near = {}, None
 
 
 class _OpenClient(NamedTuple):
@@ -332,14 +411,15 @@ class _OpenClient(NamedTuple):
 
     store: Any
     registered: dict[int, Any]
+    near: NearMemory | None
     workers: Workers
 
     def end(self, patience_s: float) -> bool:
         """End it all, if no call hangs for longer than that."""
         deadline = time.monotonic() + patience_s
-        while self.workers.jobs and time.monotonic() < deadline:
+        while self._is_busy() and time.monotonic() < deadline:
             time.sleep(0.002)
-        if self.workers.jobs:
+        if self._is_busy():
             return False
         for address in self.registered:
             with contextlib.suppress(Exception):
@@ -347,6 +427,10 @@ class _OpenClient(NamedTuple):
         self.workers.call(self.store.close, time.monotonic() + _CLOSE_DEADLINE_S)
         self.workers.close()
         return True
+
+    def _is_busy(self) -> bool:
+        """Whether a call has not ended, or somebody reads from memory that would go."""
+        return self.workers.jobs > 0 or (self.near is not None and not self.near.close())
 
 
 _left_behind: list[Any] = []
@@ -370,6 +454,10 @@ def _library() -> Any:
             "apt-get install libibverbs1 libnuma1 libcurl4"
         ) from error
     return store
+
+
+def _put_values(names: Sequence[str], values: Sequence[bytes], config: Any, store: Any) -> Any:
+    return store.put_batch(names, values, config)
 
 
 def _stored(code: int) -> Status:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.errors import ConfigError, UrlError
+from headwater.stores.remote.mooncake_master import DEFAULT_METRICS_PORT
 from headwater.stores.url import StoreUrl, parse_size
 
 CONFIG_VARIABLE = "MOONCAKE_CONFIG_PATH"
@@ -37,7 +38,9 @@ class MooncakeConfig:
     replicas: int
     prefer_local: bool
     pin_s: float
-    """For how long what is written is kept from eviction, if others can go; 0: not at all."""
+    """For how long what is written is kept from eviction, if others can go; 0: not at all, except what engines hold."""
+    metrics_port: int
+    """Where the master says what it has."""
 
     @classmethod
     def of(cls, url: StoreUrl) -> MooncakeConfig:
@@ -58,6 +61,7 @@ class MooncakeConfig:
             replicas=url.count("replicas", 1),
             prefer_local=option("prefer", "local") == "local",
             pin_s=url.seconds("pin", 1.0) if "pin" in url.options else 0.0,
+            metrics_port=url.port_option("metrics", DEFAULT_METRICS_PORT),
         )
 
     @property

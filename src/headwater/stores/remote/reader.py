@@ -8,6 +8,8 @@ from functools import partial
 
 from headwater.kv.spec import KVSpec
 from headwater.stores.base import Piece, Run, Status
+from headwater.stores.events import EventKind
+from headwater.stores.remote.announce import Announcer, Told
 from headwater.stores.remote.base import ObjectClient
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import MAX_MANIFEST_BYTES, Manifest, Names
@@ -20,8 +22,17 @@ _ATTEMPTS = 2
 class RemoteReader:
     """The reading half of a remote store."""
 
-    def __init__(self, client: ObjectClient, names: Names, guard: Guard, memory: Memory, lookup_s: float) -> None:
+    def __init__(
+        self,
+        client: ObjectClient,
+        names: Names,
+        guard: Guard,
+        memory: Memory,
+        announcer: Announcer,
+        lookup_s: float,
+    ) -> None:
         self._client = client
+        self._announcer = announcer
         self._names = names
         self._guard = guard
         self._memory = memory
@@ -115,12 +126,19 @@ class RemoteReader:
             if manifest is not None and manifest.fits(pieces[i].chunk, spec):
                 outcome[i] = Status.OK
                 plan.add(i, pieces[i], manifest)
-        for number, targets in self._client.read(plan.spans, deadline) if plan.spans else ():
+        wrong: list[tuple[int, Status]] = []
+
+        def landed(number: int, targets: range) -> None:
             proof = plan.proofs[number]
             if not targets:
-                outcome[proof.piece] = max(outcome[proof.piece], Status.MISS)
+                wrong.append((proof.piece, Status.MISS))
             elif not proof.holds(targets):
-                outcome[proof.piece] = Status.DAMAGED
+                wrong.append((proof.piece, Status.DAMAGED))
+
+        if plan.spans:
+            self._client.read(plan.spans, deadline, landed)
+        for i, status in wrong:
+            outcome[i] = max(outcome[i], status)
         for i, status in outcome.items():
             statuses[i] = status
             if status == Status.OK:
@@ -140,5 +158,13 @@ class RemoteReader:
         if gone and self._guard.breaker.closed:
             names = [name for manifest in gone.values() for name in self._names.all_of(manifest)]
             deadline = time.monotonic() + self._lookup_s
-            self._guard.run("removal", lambda: self._client.remove(names, deadline), deadline)
+            told = [Told.of(EventKind.REMOVED, manifest) for manifest in gone.values()]
+            notice = self._announcer.notice(told)
+
+            def work() -> bool:
+                self._client.remove(names, deadline, notice)
+                return True
+
+            if self._guard.run("removal", work, deadline):
+                self._announcer.happened(told)
             self._memory.forget(gone)

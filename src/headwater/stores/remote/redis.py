@@ -17,7 +17,19 @@ from collections.abc import Iterator, Sequence
 from headwater.errors import BackendError, StorePermissionError, UrlError
 from headwater.locks import ForkSafeLock
 from headwater.stores.base import Status
-from headwater.stores.remote.base import MAX_TAILS, Landed, NewManifest, NewObject, Span, Survey, Usage
+from headwater.stores.remote.base import (
+    LOG_ENTRIES,
+    MAX_TAILS,
+    Heard,
+    Landed,
+    NewManifest,
+    NewObject,
+    Notice,
+    Position,
+    Span,
+    Survey,
+    Usage,
+)
 from headwater.stores.remote.resp import Command, Connection, Refusal, Reply
 from headwater.stores.url import StoreUrl
 
@@ -25,11 +37,16 @@ DEFAULT_TTL_S = 86400
 _WINDOW_BYTES = 16 << 20
 """Ranges asked for and not yet received: enough to keep the wire busy, little for the server to hold ready."""
 _SCAN_COUNT = 1000
+_LOG_FIELD = "v"
+_LOG_VALUE_LIMIT = 4096
 _FULL_CODES = ("OOM", "MISCONF", "-OOM")
 
 
 class RedisClient:
     """A few connections to one server. See `base.ObjectClient`."""
+
+    lane_bytes = 0
+    has_log = True
 
     def __init__(self, url: StoreUrl) -> None:
         self._host, self._port = url.host, url.port
@@ -65,7 +82,7 @@ class RedisClient:
         return [reply if isinstance(reply, bytes) else None for reply in replies]
 
     # ---- moving bytes -------------------------------------------------------------------------------------------
-    def read(self, spans: Sequence[Span], deadline: float) -> Iterator[Landed]:
+    def read(self, spans: Sequence[Span], deadline: float, landed: Landed) -> None:
         """See `base.ObjectClient`. The next ranges are asked for before the last ones are here."""
         with self._connection(deadline) as connection:
             asked = on_their_way = 0
@@ -83,7 +100,7 @@ class RedisClient:
                     connection.send(command.take(), deadline)
                 here = connection.bulk_into(span.targets, span.length, deadline)
                 on_their_way -= span.length
-                yield Landed(i, range(len(span.targets) if here else 0))
+                landed(i, range(len(span.targets) if here else 0))
 
     def write(self, objects: Sequence[NewObject], deadline: float) -> list[Status]:
         """See `base.ObjectClient`."""
@@ -95,8 +112,8 @@ class RedisClient:
             connection.send(command.take(), deadline)
             return [_stored(connection.reply(deadline)) for _ in objects]
 
-    def publish(self, manifests: Sequence[NewManifest], deadline: float) -> list[Status]:
-        """See `base.ObjectClient`. Tail lists are kept sorted by time, and short."""
+    def publish(self, manifests: Sequence[NewManifest], deadline: float, notice: Notice | None = None) -> list[Status]:
+        """See `base.ObjectClient`. One round trip. Tail lists are kept sorted by time, and short."""
         expiry = ("EX", self._ttl_s) if self._ttl_s else ()
         now = time.time_ns() // 1000
         with self._connection(deadline) as connection:
@@ -110,19 +127,49 @@ class RedisClient:
                     if self._ttl_s:
                         command.add("EXPIRE", new.tail_list, self._ttl_s)
                 counts.append(command.num_commands - before)
+            num_entries = _log(command, notice)
             connection.send(command.take(), deadline)
             statuses = []
             for count in counts:
                 first, *_ = [connection.reply(deadline) for _ in range(count)]
                 statuses.append(Status.EXISTS if first is None else _stored(first))
+            for _ in range(num_entries):
+                connection.reply(deadline)  # a refusal, too, is no matter
         return statuses
 
     # ---- keeping and forgetting ---------------------------------------------------------------------------------
-    def remove(self, names: Sequence[str], deadline: float) -> None:
+    def remove(self, names: Sequence[str], deadline: float, notice: Notice | None = None) -> None:
         """See `base.ObjectClient`."""
         with self._connection(deadline) as connection:
             for start in range(0, len(names), _SCAN_COUNT):
                 _ask(connection, [("UNLINK", *names[start : start + _SCAN_COUNT])], deadline)
+            command = Command()
+            num_entries = _log(command, notice)
+            if num_entries:
+                connection.send(command.take(), deadline)
+            for _ in range(num_entries):
+                connection.reply(deadline)
+
+    def hear(self, log: str, after: Position | None, limit: int, deadline: float) -> Heard | None:
+        """See `base.ObjectClient`. The log is a stream; one round trip."""
+        start = "-" if after is None else f"({after[0]}-{after[1]}"
+        command = Command()
+        command.add("XRANGE", log, "-", "+", "COUNT", 1)
+        command.add("XREVRANGE", log, "+", "-", "COUNT", 1)
+        command.add("XRANGE", log, start, "+", "COUNT", 1 if after is None else limit)
+        with self._connection(deadline) as connection:
+            connection.send(command.take(), deadline)
+            replies = [connection.reply(deadline, _LOG_VALUE_LIMIT, depth=3) for _ in range(3)]
+        if any(isinstance(reply, Refusal) for reply in replies):
+            return None
+        first, last, new = map(_entries, replies)
+        end = last[0][0] if last else (0, 0)
+        if after is None:
+            return Heard([], end, False)
+        if end < after:  # forgotten by the server, or by another one that took its place
+            return Heard([], end, True)
+        missed = after != (0, 0) and bool(first) and first[0][0] > after
+        return Heard([value for _, value in new], new[-1][0] if new else after, missed)
 
     def keep(self, names: Sequence[str], pinned: bool, deadline: float) -> None:
         """See `base.ObjectClient`: the expiry begins anew, or goes."""
@@ -135,9 +182,9 @@ class RedisClient:
         with self._connection(deadline) as connection:
             _ask(connection, commands, deadline)
 
-    def remove_prefix(self, prefix: str, deadline: float) -> int:
+    def remove_prefix(self, prefix: str, deadline: float, *, but: str = "") -> int:
         """See `base.ObjectClient`. Names that expire meanwhile are counted."""
-        names = list(dict.fromkeys(self.scan(prefix, deadline)))
+        names = [name for name in dict.fromkeys(self.scan(prefix, deadline)) if name != but]
         self.remove(names, deadline)
         return len(names)
 
@@ -248,6 +295,26 @@ def _stored(reply: Reply) -> Status:
     if isinstance(reply, Refusal) and reply.code in _FULL_CODES:
         return Status.FULL
     raise BackendError(f"the server refused a write: {reply.code if isinstance(reply, Refusal) else type(reply)}")
+
+
+def _log(command: Command, notice: Notice | None) -> int:
+    """Append the entries of a notice, in as many commands as are returned. Old ones go when the server likes."""
+    for value in notice.values if notice is not None else ():
+        command.add("XADD", notice.log, "MAXLEN", "~", LOG_ENTRIES, "*", _LOG_FIELD, value)  # type: ignore[union-attr]
+    return len(notice.values) if notice is not None else 0
+
+
+def _entries(reply: Reply) -> list[tuple[Position, bytes]]:
+    """What a stream holds: one value each, empty for what has none of ours. Raises BackendError for nonsense."""
+    found: list[tuple[Position, bytes]] = []
+    for entry in reply if isinstance(reply, list) else []:
+        name, fields = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        numbers = name.split(b"-") if isinstance(name, bytes) else []
+        if len(numbers) != 2 or not all(number.isdigit() and len(number) <= 20 for number in numbers):
+            raise BackendError("the server's answer to XRANGE makes no sense")
+        value = fields[1] if isinstance(fields, list) and len(fields) == 2 else b""
+        found.append(((int(numbers[0]), int(numbers[1])), value if isinstance(value, bytes) else b""))
+    return found
 
 
 def _lengths(reply: Reply) -> tuple[int, ...]:

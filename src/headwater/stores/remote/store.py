@@ -30,9 +30,10 @@ from headwater.stores.base import (
     VerifyReport,
 )
 from headwater.stores.breaker import CircuitBreaker
-from headwater.stores.events import Follower
+from headwater.stores.events import EventKind, Follower
 from headwater.stores.remote.admin import RemoteAdmin
-from headwater.stores.remote.base import ObjectClient, Usage
+from headwater.stores.remote.announce import Announcer, Told
+from headwater.stores.remote.base import Heard, ObjectClient, Position, Usage
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import Names
 from headwater.stores.remote.memory import Memory
@@ -68,10 +69,11 @@ class RemoteStore:
         self.breaker = CircuitBreaker(str(url), lambda: client.ping(time.monotonic() + self._lookup_s))
         self._guard = Guard(str(url), self.breaker)
         self._memory = Memory()
-        self._reader = RemoteReader(client, self._names, self._guard, self._memory, self._lookup_s)
-        piece_bytes = url.size("piece") or DEFAULT_PIECE_BYTES
-        self._writer = RemoteWriter(client, self._names, self._guard, self._memory, piece_bytes)
-        self._admin = RemoteAdmin(client, self._names)
+        self.announcer = Announcer(self._names)
+        common = (client, self._names, self._guard, self._memory, self.announcer)
+        self._reader = RemoteReader(*common, self._lookup_s)
+        self._writer = RemoteWriter(*common, url.size("piece") or DEFAULT_PIECE_BYTES)
+        self._admin = RemoteAdmin(client, self._names, self.announcer)
 
     # ---- finding and moving -------------------------------------------------------------------------------------
     def check_space(self, space: SpaceRef) -> None:
@@ -110,9 +112,9 @@ class RemoteStore:
         chunks = [WholeChunk(root, piece.chunk, piece.tiles, None) for piece in pieces]
         return self.store(chunks, deadline)
 
-    def store(self, chunks: Sequence[WholeChunk], deadline: float) -> list[Status]:
-        """Store complete chunks. Parents need not be there."""
-        return self._writer.store(chunks, deadline)
+    def store(self, chunks: Sequence[WholeChunk], deadline: float, *, ask: bool = True) -> list[Status]:
+        """Store complete chunks. Parents need not be there. Who knows that they are not there need not ask again."""
+        return self._writer.store(chunks, deadline, ask=ask)
 
     def contribute(self) -> None:
         """Give the backend this host's share of memory, if it takes any: one process of a host does."""
@@ -148,8 +150,11 @@ class RemoteStore:
 
         def work() -> list[Status]:
             found = self._reader.manifests(keys, set(), deadline)
-            names = [name for manifest in found.values() if manifest for name in self._names.all_of(manifest)]
-            self._client.remove(names, deadline)
+            there = [manifest for manifest in found.values() if manifest]
+            told = [Told.of(EventKind.REMOVED, manifest) for manifest in there]
+            names = [name for manifest in there for name in self._names.all_of(manifest)]
+            self._client.remove(names, deadline, self.announcer.notice(told))
+            self.announcer.happened(told)
             return [Status.MISS if found[key] is None else Status.OK for key in keys]
 
         outcome = self._guard.run("removal", work, deadline)
@@ -164,6 +169,25 @@ class RemoteStore:
         self._memory.forget()
         self._writer.forget_descriptions()
         return removed
+
+    # ---- what other hosts did -----------------------------------------------------------------------------------
+    @property
+    def has_log(self) -> bool:
+        """Whether this host can hear of what others do with the store."""
+        return self._client.has_log
+
+    def hear(self, after: Position | None, limit: int) -> Heard | None:
+        """Entries of the store's log: see `ObjectClient.hear`, also for what it raises. Late after `lookup`. Nothing
+        that goes wrong here is held against the backend, and nothing that goes well counts for it."""
+        return self._client.hear(self._names.log, after, limit, time.monotonic() + self._lookup_s)
+
+    def remove_log(self) -> None:
+        """Forget all events. Who follows them is told that some were missed."""
+        self._client.remove([self._names.log], time.monotonic() + self._lookup_s)
+
+    def ping(self) -> None:
+        """Return if the backend answers."""
+        self._client.ping(time.monotonic() + self._lookup_s)
 
     # ---- looking ------------------------------------------------------------------------------------------------
     def scan(self) -> Iterator[ChunkInfo]:

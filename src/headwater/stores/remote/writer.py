@@ -6,7 +6,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +15,16 @@ import numpy.typing as npt
 
 from headwater.kv.hashing import ChunkRef
 from headwater.stores.base import RootRef, Status, Tiles
+from headwater.stores.events import EventKind
+from headwater.stores.remote.announce import Announcer, Told
 from headwater.stores.remote.base import NewManifest, NewObject, ObjectClient
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import GENERATION_BYTES, Manifest, Names
 from headwater.stores.remote.memory import Memory
 from headwater.stores.remote.plan import layers_per_piece, tile_sums
+from headwater.stores.workers import in_lanes
+
+_LANES = 2
 
 
 class WholeChunk(NamedTuple):
@@ -28,6 +34,8 @@ class WholeChunk(NamedTuple):
     chunk: ChunkRef
     tiles: Tiles
     sums: npt.NDArray[np.uint64] | None
+    is_held: bool = False
+    """Whether an engine holds it, by a lease or a pin."""
 
 
 class _Hashing:
@@ -53,42 +61,56 @@ class _Hashing:
 class RemoteWriter:
     """The writing half of a remote store."""
 
-    def __init__(self, client: ObjectClient, names: Names, guard: Guard, memory: Memory, piece_bytes: int) -> None:
+    def __init__(
+        self,
+        client: ObjectClient,
+        names: Names,
+        guard: Guard,
+        memory: Memory,
+        announcer: Announcer,
+        piece_bytes: int,
+    ) -> None:
         self._client = client
         self._names = names
+        self._announcer = announcer
         self._guard = guard
         self._memory = memory
         self._piece_bytes = piece_bytes
         self._described: set[bytes] = set()
 
-    def store(self, chunks: Sequence[WholeChunk], deadline: float) -> list[Status]:
-        """Store complete chunks. TIMEOUT where the backend was too slow, BUSY where it could not be used.
+    def store(self, chunks: Sequence[WholeChunk], deadline: float, *, ask: bool = True) -> list[Status]:
+        """Store complete chunks, unless they are there, which need not be asked if it just was. TIMEOUT where the
+        backend was too slow, BUSY where it could not be used.
 
         Never tried twice here: whoever has a queue tries again when the breaker is closed.
         """
-        stored = self._guard.run("write", lambda: self._store(chunks, deadline), deadline, retry=False)
+        stored = self._guard.run("write", lambda: self._store(chunks, ask, deadline), deadline, retry=False)
         if stored is None:
             return [Status.TIMEOUT if time.monotonic() >= deadline else Status.BUSY] * len(chunks)
         return stored
 
-    def _store(self, chunks: Sequence[WholeChunk], deadline: float) -> list[Status]:
-        there = self._client.survey([self._names.manifest(c.chunk.key) for c in chunks], (), deadline).present
+    def _store(self, chunks: Sequence[WholeChunk], ask: bool, deadline: float) -> list[Status]:
+        there = [False] * len(chunks)
+        if ask:
+            there = self._client.survey([self._names.manifest(c.chunk.key) for c in chunks], (), deadline).present
         statuses = [Status.EXISTS if present else Status.OK for present in there]
         new = [i for i, present in enumerate(there) if not present]
         if not new:
             return statuses
         manifests = {i: self._manifest(chunks[i]) for i in new}
-        groups = [self._objects(chunks[i], manifests[i]) for i in new]
-        with _Hashing([(manifests[i], chunks[i]) for i in new]):  # while the bytes are on their way
-            outcome = iter(self._client.write([item for group in groups for item in group], deadline))
-        for i, group in zip(new, groups, strict=True):
-            statuses[i] = max([next(outcome) for _ in group])
+        self._write(chunks, manifests, statuses, deadline)
         good = [i for i in new if statuses[i] == Status.OK]
         if good:
-            self._describe({chunks[i].root.key: chunks[i].root for i in good}, deadline)
-            published = self._client.publish([self._announce(manifests[i]) for i in good], deadline)
+            told = [Told.of(EventKind.STORED, manifests[i]) for i in good]
+            # Before it is known who was first: of chunks that two hosts store at once, both tell.
+            notice = self._announcer.notice(told)
+            described = self._descriptions({chunks[i].root.key: chunks[i].root for i in good})
+            manifested = [self._announce(manifests[i], chunks[i].is_held) for i in good]
+            published = self._client.publish([*described, *manifested], deadline, notice)[len(described) :]
+            self._described |= {chunks[i].root.key for i in good}
             for i, status in zip(good, published, strict=True):
                 statuses[i] = status
+            self._announcer.happened([told[k] for k, status in enumerate(published) if status == Status.OK])
         orphaned = [name for i in new if statuses[i] != Status.OK for name in self._names.all_of(manifests[i])[1:]]
         if orphaned:
             self._client.remove(orphaned, deadline)
@@ -96,6 +118,21 @@ class RemoteWriter:
         stored = [manifests[i].num_bytes for i in new if statuses[i] == Status.OK]
         self._guard.count(stored=len(stored), stored_bytes=sum(stored), full=statuses.count(Status.FULL))
         return statuses
+
+    def _write(
+        self, chunks: Sequence[WholeChunk], manifests: dict[int, Manifest], statuses: list[Status], deadline: float
+    ) -> None:
+        """All pieces, large batches in parts, some at a time."""
+
+        def write(group: Sequence[int]) -> None:
+            objects = [self._objects(chunks[i], manifests[i]) for i in group]
+            outcome = iter(self._client.write([item for items in objects for item in items], deadline))
+            for i, items in zip(group, objects, strict=True):
+                statuses[i] = max([next(outcome) for _ in items])
+
+        groups = _groups(manifests, [chunk.tiles.nbytes for chunk in chunks], self._client.lane_bytes)
+        with _Hashing([(manifest, chunks[i]) for i, manifest in manifests.items()]):  # while bytes are on their way
+            in_lanes((partial(write, group) for group in groups), min(_LANES, len(groups)))
 
     def forget_descriptions(self) -> None:
         """Say again what each root is: the store was emptied."""
@@ -113,21 +150,31 @@ class RemoteWriter:
         for number, layers in enumerate(manifest.pieces):
             part = item.tiles[layers.start : layers.stop]
             whole = part if part.flags.c_contiguous else np.ascontiguousarray(part)
-            objects.append(NewObject(self._names.piece(manifest, number), [whole.reshape(-1)]))
+            objects.append(NewObject(self._names.piece(manifest, number), [whole.reshape(-1)], item.is_held))
         return objects
 
-    def _announce(self, manifest: Manifest) -> NewManifest:
+    def _announce(self, manifest: Manifest, is_held: bool) -> NewManifest:
         is_tail = manifest.num_tokens < manifest.chunk_tokens
         tails = self._names.tails(manifest.parent) if is_tail else None
-        return NewManifest(self._names.manifest(manifest.key), manifest.encode(), tails, manifest.num_tokens)
+        name = self._names.manifest(manifest.key)
+        return NewManifest(name, manifest.encode(), tails, manifest.num_tokens, is_held)
 
-    def _describe(self, roots: dict[bytes, RootRef], deadline: float) -> None:
-        """Say once what a root is, for listings."""
+    def _descriptions(self, roots: dict[bytes, RootRef]) -> list[NewManifest]:
+        """What each root is, said once, for listings."""
         new = {key: root for key, root in roots.items() if key not in self._described}
-        if new:
-            described = [NewManifest(self._names.root(key), _description(root), None, 0) for key, root in new.items()]
-            self._client.publish(described, deadline)
-            self._described |= set(new)
+        return [NewManifest(self._names.root(key), _description(root), None, 0) for key, root in new.items()]
+
+
+def _groups(new: Iterable[int], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Chunks in parts of about so many bytes; 0: all in one."""
+    groups, used = [list[int]()], 0
+    for i in new:
+        if most and groups[-1] and used + sizes[i] > most:
+            groups.append([])
+            used = 0
+        groups[-1].append(i)
+        used += sizes[i]
+    return groups
 
 
 def _description(root: RootRef) -> bytes:

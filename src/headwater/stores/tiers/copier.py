@@ -78,6 +78,16 @@ class Copier:
         """Chunks known to be missing below."""
         return len(self._waiting)
 
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process is the one that copies."""
+        return self._owner
+
+    @property
+    def num_unread(self) -> int:
+        """Events of the first tier that the copier has not looked at."""
+        return self._ring.head - self._follower.position
+
     def wake(self) -> None:
         """There may be something to do."""
         self._wake.set()
@@ -242,7 +252,7 @@ class Copier:
                 self._full.pop(i, None)
 
     def copy_to(self, tier: LowerTier, keys: Sequence[bytes]) -> bool:
-        """Copy chunks from the first tier, as many at once as fit into a batch; False where it must be tried again."""
+        """Copy chunks that a tier lacks, as many at once as fit into a batch; False where it must be tried again."""
         done, at = True, 0
         while at < len(keys) and not self._stop:
             batch, size = list[Exported](), 0
@@ -272,9 +282,6 @@ class Copier:
         finally:
             for item in batch:
                 item.release()
-        stored = [item.chunk.key for item, status in zip(batch, statuses, strict=True) if status == Status.OK]
-        if stored and tier.url.is_remote:
-            self._front.say(EventKind.STORED, tier.url.scheme, stored)
         return not any(status in (Status.TIMEOUT, Status.BUSY) for status in statuses)
 
     def _put_chain(self, tier: LowerTier, item: Exported) -> None:

@@ -65,7 +65,7 @@ class LowerTier(Protocol):
         """Which of these chunks are not here; None where nobody can say now."""
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:
-        """Copy complete chunks here, parents first."""
+        """Copy complete chunks here that are `missing`, parents first."""
 
     def stats(self, waiting: int) -> TierStats:
         """Figures of this tier."""
@@ -142,8 +142,8 @@ class RemoteTier:
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:
         """See `LowerTier`."""
-        whole = [WholeChunk(item.root, item.chunk, item.tiles, item.sums) for item in chunks]
-        statuses = self.store.store(whole, time.monotonic() + _PUT_DEADLINE_S)
+        whole = [WholeChunk(item.root, item.chunk, item.tiles, item.sums, item.is_held) for item in chunks]
+        statuses = self.store.store(whole, time.monotonic() + _PUT_DEADLINE_S, ask=False)
         _tally(self.counts, chunks, statuses)
         return statuses
 
@@ -159,6 +159,7 @@ class RemoteTier:
             breaker=breaker.state,
             breaker_trips=breaker.trips,
             breaker_reason=breaker.reason,
+            events="fleet" if self.store.has_log else "host",
         )
 
 
@@ -168,6 +169,6 @@ def _tally(counts: Counts, chunks: Sequence[Exported], statuses: Sequence[Status
 
 
 def _stats(tier: LowerTier, waiting: int, counts: Counter[str], **more: int | str) -> TierStats:
-    names = ("hits", "hit_bytes", "misses", "promoted", "stored", "stored_bytes", "dropped", "full")
+    names = ("hits", "hit_bytes", "misses", "promoted", "stored", "stored_bytes", "dropped", "full", "heard")
     figures: dict[str, int | str] = {name: counts[name] for name in names}
     return TierStats(str(tier.url), tier.mode, waiting=waiting, **figures, **more)  # type: ignore[arg-type]

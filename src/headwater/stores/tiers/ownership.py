@@ -1,7 +1,8 @@
 """Which process copies a store's chunks to slower tiers, and how far it has come, known to all processes of the host.
 
 One file beside the store: whoever holds its lock copies; the operating system releases the lock when that process
-dies, and another takes over. In it stands the last event whose consequences are all in the slower tiers.
+dies, and another takes over. In it stands the last event whose consequences are all in the slower tiers, and for each
+tier whose log is followed the last entry that was heard.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import struct
 
 _FLOCK = struct.Struct("hhqqi")
 _POSITION = struct.Struct("<Q")
+_MARKS_AT = 16
+_MARK = struct.Struct("<QQQ")
+_HAS_MARK = 1
 
 
 class Ownership:
@@ -42,6 +46,17 @@ class Ownership:
         """Note how far the copying has come."""
         os.pwrite(self._fd, _POSITION.pack(position), 8)
 
+    def mark(self, number: int) -> tuple[int, int] | None:
+        """How far the log of that tier has been heard; None where nobody has listened yet."""
+        raw = os.pread(self._fd, _MARK.size, _MARKS_AT + number * _MARK.size)
+        is_set, *place = _MARK.unpack(raw) if len(raw) == _MARK.size else (0, 0, 0)
+        return (place[0], place[1]) if is_set == _HAS_MARK else None
+
+    def set_mark(self, number: int, place: tuple[int, int] | None) -> None:
+        """Note it."""
+        raw = _MARK.pack(0, 0, 0) if place is None else _MARK.pack(_HAS_MARK, *place)
+        os.pwrite(self._fd, raw, _MARKS_AT + number * _MARK.size)
+
     def after_fork(self) -> None:
         """In a forked child: a description of its own, without the parent's lock."""
         old, self._fd = self._fd, os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -58,6 +73,17 @@ class SoleOwnership:
 
     held = True
     position = 0
+
+    def __init__(self) -> None:
+        self._marks: dict[int, tuple[int, int] | None] = {}
+
+    def mark(self, number: int) -> tuple[int, int] | None:
+        """See `Ownership`."""
+        return self._marks.get(number)
+
+    def set_mark(self, number: int, place: tuple[int, int] | None) -> None:
+        """See `Ownership`."""
+        self._marks[number] = place
 
     def take(self) -> bool:
         """See `Ownership`."""

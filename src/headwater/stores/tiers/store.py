@@ -44,8 +44,10 @@ from headwater.stores.base import (
 from headwater.stores.embedded.layout import Record
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.events import EventKind, Follower
+from headwater.stores.remote.announce import ORIGIN_BYTES
 from headwater.stores.tiers.copier import Copier, NoCopier
-from headwater.stores.tiers.lower import Counts, LowerTier
+from headwater.stores.tiers.listener import Listener
+from headwater.stores.tiers.lower import Counts, LowerTier, RemoteTier
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
 
 log = logging.getLogger("headwater")
@@ -79,9 +81,17 @@ class TieredStore:
         self._through = [(i, tier) for i, tier in enumerate(tiers) if tier.mode == "through"]
         if self._through:
             front.journal.listeners.append(self._take_note)
+        remotes = [tier for tier in tiers if isinstance(tier, RemoteTier)]
         for i, tier in enumerate(tiers):
-            if tier.url.is_remote:
-                tier.store.breaker.on_close(partial(self._copier.look_again, i))  # type: ignore[attr-defined]
+            if isinstance(tier, RemoteTier):
+                tier.store.breaker.on_close(partial(self._copier.look_again, i))
+                tier.store.announcer.origin = front.generation[:ORIGIN_BYTES].ljust(ORIGIN_BYTES, b"\0")
+                tier.store.announcer.listeners.append(partial(front.say, tier.url.scheme))
+        logs, copier = [tier for tier in remotes if tier.store.has_log], self._copier
+        self._listener = None
+        if isinstance(copier, Copier) and ownership is not None and logs:
+            self._listener = Listener(front, logs, ownership, lambda: copier.is_owner, lambda: copier.num_unread)
+            self._listener.start()
 
     # ---- finding ------------------------------------------------------------------------------------------------
     def check_space(self, space: SpaceRef) -> None:
@@ -213,6 +223,8 @@ class TieredStore:
     def _then_through(self, work: Callable[[], list[Status]]) -> list[Status]:
         """Write to the first tier, then, in the same call, what has become complete to the tiers that want it so."""
         self._copier.start()
+        if self._listener is not None:
+            self._listener.start()
         if not self._through:
             statuses = work()
             self._copier.wake()
@@ -224,7 +236,8 @@ class TieredStore:
         finally:
             self._completed.keys = None
         for number, tier in self._through:
-            if keys and not (tier.usable and self._copier.copy_to(tier, keys)):
+            missing = (tier.missing(keys) if tier.usable else None) if keys else []
+            if missing is None or not self._copier.copy_to(tier, missing):
                 self._copier.look_again(number)
         return statuses
 
@@ -315,23 +328,24 @@ class TieredStore:
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """See `stores.base.Store.verify`: every tier that can be listed; figures are sums over them."""
-        reports = [self._front.verify(progress)]
+        reports, unchecked = [self._front.verify(progress)], list[str]()
         for tier in self._tiers:
             try:
                 reports.append(tier.store.verify(progress))
             except (BackendError, DeadlineError) as error:
-                log.warning("%s is not checked: %s", tier.url, error)
+                unchecked.append(f"{tier.url}: {error}")
         names = ("chunks", "tiles", "bytes", "damaged", "lost")
         chunks, tiles, size, damaged, lost = (sum(getattr(report, name) for report in reports) for name in names)
         problems = tuple(problem for report in reports for problem in report.problems)
-        return VerifyReport(chunks, tiles, size, damaged, lost, problems)
+        return VerifyReport(chunks, tiles, size, damaged, lost, problems, tuple(unchecked))
 
     def by_name(self) -> dict[str, Store]:
         """The stores of all tiers by their scheme, fastest first."""
         return {self._front.journal.tier: self._front, **{tier.url.scheme: tier.store for tier in self._tiers}}
 
     def follow(self, since: int | None = None) -> Follower:
-        """The events of the first tier, with those that concern its remote tiers, from all writers of this host."""
+        """The events of the first tier, with those that concern its remote tiers: from all writers of this host, and of
+        the other hosts where the tier keeps a log (see `TierStats.events`)."""
         return self._front.follow(since)
 
     def flush(self, timeout_s: float) -> bool:
@@ -342,6 +356,8 @@ class TieredStore:
         """Copy what is left for a few seconds, then let go. Idempotent."""
         if self._through and self._take_note in self._front.journal.listeners:
             self._front.journal.listeners.remove(self._take_note)
+        if self._listener is not None:
+            self._listener.close(_CLOSE_S)
         self._copier.close(_CLOSE_S)
         for tier in self._tiers:
             tier.store.close()
