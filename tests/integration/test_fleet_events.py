@@ -147,7 +147,7 @@ def test_processes_of_one_host_are_heard_once(redis: Server, tmp_path: Path) -> 
 
 def test_what_a_reader_finds_damaged_is_told(redis: Server, tmp_path: Path) -> None:
     with host_of(remote_of(redis), tmp_path / "a") as a, host_of(remote_of(redis), tmp_path / "b") as b:
-        follower = listening(a)
+        follower, own = listening(a), listening(b)
         keys = write(b, 0, 1)
         client = connect(parse_url(remote_of(redis)))
         (piece,) = client.scan("hw:p:", time.monotonic() + HEARD_S)
@@ -157,8 +157,9 @@ def test_what_a_reader_finds_damaged_is_told(redis: Server, tmp_path: Path) -> N
         space = open_space(b)
         chunks = space.keys(range(8)).chunks()
         assert space.read(chunks, WHOLE, [local_tiles(SPEC, c, WHOLE) for c in chunks]) == [Status.MISS]
-        events = hear(follower, lambda found: len(about(found)) >= 2)
-        assert about(events) == [(STORED, keys[0]), (REMOVED, keys[0])]
+        for who in (follower, own):
+            events = hear(who, lambda found: len(about(found)) >= 2)
+            assert about(events) == [(STORED, keys[0]), (REMOVED, keys[0])]
 
 
 def test_killed_and_restarted(redis: Server, tmp_path: Path) -> None:

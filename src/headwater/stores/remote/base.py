@@ -55,6 +55,8 @@ class NewManifest(NamedTuple):
     tail_list: str | None
     num_tokens: int
     is_held: bool = False
+    told: bytes = b""
+    """An entry for the log, if this is the one that is published."""
 
 
 class Survey(NamedTuple):
@@ -124,9 +126,9 @@ class ObjectClient(Protocol):
     def write(self, objects: Sequence[NewObject], deadline: float) -> list[Status]:
         """Store objects: OK, or FULL where there is no room. What fails may be left behind."""
 
-    def publish(self, manifests: Sequence[NewManifest], deadline: float, notice: Notice | None = None) -> list[Status]:
-        """Store manifests, each only if there is none of its name: OK, EXISTS or FULL. The notice goes along; if it
-        is refused, that is no matter."""
+    def publish(self, manifests: Sequence[NewManifest], deadline: float, log: str = "") -> list[Status]:
+        """Store manifests, each only if there is none of its name: OK, EXISTS or FULL. What those that are OK have to
+        tell goes to the log, if the backend has one; if it is refused there, that is no matter."""
 
     def remove(self, names: Sequence[str], deadline: float, notice: Notice | None = None) -> None:
         """Forget objects. Those that are not there are no matter. The notice goes along."""

@@ -203,7 +203,7 @@ class MooncakeClient:
             return store.batch_put_from(names, [p[0] for p in places], [s[0] for s in sizes], config)
         return store.batch_put_from_multi_buffers(names, places, sizes, config)
 
-    def publish(self, manifests: Sequence[NewManifest], deadline: float, notice: Notice | None = None) -> list[Status]:
+    def publish(self, manifests: Sequence[NewManifest], deadline: float, log: str = "") -> list[Status]:
         """See `base.ObjectClient`. Putting what exists changes nothing and says nothing: only a second look tells."""
         for is_held, config in ((False, self._replication), (True, self._holding)):
             group = [new for new in manifests if new.is_held is is_held]

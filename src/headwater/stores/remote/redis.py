@@ -1,8 +1,9 @@
 """`redis://` and `rediss://`: Redis or Valkey as a place for chunks.
 
-A prompt is looked up in one round trip, a batch of ranges read in one, a batch of chunks written in two (the pieces,
-then the manifests). Values go from and to the caller's memory. Expiry is set on everything, so that what a crashed
-writer left behind goes by itself; what the server evicts is a miss; when it says that it is full, nothing is stored.
+A prompt is looked up in one round trip, a batch of ranges read in one, a batch of chunks written in three (the pieces,
+then the manifests, then what other hosts are told). Values go from and to the caller's memory. Expiry is set on all but
+the log, so that what a crashed writer left behind goes by itself; what the server evicts is a miss; when it says that
+it is full, nothing is stored.
 """
 
 from __future__ import annotations
@@ -112,8 +113,9 @@ class RedisClient:
             connection.send(command.take(), deadline)
             return [_stored(connection.reply(deadline)) for _ in objects]
 
-    def publish(self, manifests: Sequence[NewManifest], deadline: float, notice: Notice | None = None) -> list[Status]:
-        """See `base.ObjectClient`. One round trip. Tail lists are kept sorted by time, and short."""
+    def publish(self, manifests: Sequence[NewManifest], deadline: float, log: str = "") -> list[Status]:
+        """See `base.ObjectClient`. Tail lists are kept sorted by time, and short. A second round trip for the log: only
+        after the first is it known who has something to tell."""
         expiry = ("EX", self._ttl_s) if self._ttl_s else ()
         now = time.time_ns() // 1000
         with self._connection(deadline) as connection:
@@ -127,14 +129,13 @@ class RedisClient:
                     if self._ttl_s:
                         command.add("EXPIRE", new.tail_list, self._ttl_s)
                 counts.append(command.num_commands - before)
-            num_entries = _log(command, notice)
             connection.send(command.take(), deadline)
             statuses = []
             for count in counts:
                 first, *_ = [connection.reply(deadline) for _ in range(count)]
                 statuses.append(Status.EXISTS if first is None else _stored(first))
-            for _ in range(num_entries):
-                connection.reply(deadline)  # a refusal, too, is no matter
+            told = [new.told for new, status in zip(manifests, statuses, strict=True) if status == Status.OK]
+            _log(connection, Notice(log, [value for value in told if value]), deadline)
         return statuses
 
     # ---- keeping and forgetting ---------------------------------------------------------------------------------
@@ -143,12 +144,8 @@ class RedisClient:
         with self._connection(deadline) as connection:
             for start in range(0, len(names), _SCAN_COUNT):
                 _ask(connection, [("UNLINK", *names[start : start + _SCAN_COUNT])], deadline)
-            command = Command()
-            num_entries = _log(command, notice)
-            if num_entries:
-                connection.send(command.take(), deadline)
-            for _ in range(num_entries):
-                connection.reply(deadline)
+            if notice is not None:
+                _log(connection, notice, deadline)
 
     def hear(self, log: str, after: Position | None, limit: int, deadline: float) -> Heard | None:
         """See `base.ObjectClient`. The log is a stream; one round trip."""
@@ -297,11 +294,16 @@ def _stored(reply: Reply) -> Status:
     raise BackendError(f"the server refused a write: {reply.code if isinstance(reply, Refusal) else type(reply)}")
 
 
-def _log(command: Command, notice: Notice | None) -> int:
-    """Append the entries of a notice, in as many commands as are returned. Old ones go when the server likes."""
-    for value in notice.values if notice is not None else ():
-        command.add("XADD", notice.log, "MAXLEN", "~", LOG_ENTRIES, "*", _LOG_FIELD, value)  # type: ignore[union-attr]
-    return len(notice.values) if notice is not None else 0
+def _log(connection: Connection, notice: Notice, deadline: float) -> None:
+    """Append the entries of a notice. The oldest go when the server likes. A refusal is no matter."""
+    if not notice.values:
+        return
+    command = Command()
+    for value in notice.values:
+        command.add("XADD", notice.log, "MAXLEN", "~", LOG_ENTRIES, "*", _LOG_FIELD, value)
+    connection.send(command.take(), deadline)
+    for _ in notice.values:
+        connection.reply(deadline)
 
 
 def _entries(reply: Reply) -> list[tuple[Position, bytes]]:

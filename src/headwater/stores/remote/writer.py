@@ -102,11 +102,11 @@ class RemoteWriter:
         good = [i for i in new if statuses[i] == Status.OK]
         if good:
             told = [Told.of(EventKind.STORED, manifests[i]) for i in good]
-            # Before it is known who was first: of chunks that two hosts store at once, both tell.
             notice = self._announcer.notice(told)
             described = self._descriptions({chunks[i].root.key: chunks[i].root for i in good})
-            manifested = [self._announce(manifests[i], chunks[i].is_held) for i in good]
-            published = self._client.publish([*described, *manifested], deadline, notice)[len(described) :]
+            entries = zip(good, notice.values, strict=True)
+            manifested = [self._announce(manifests[i], chunks[i].is_held, entry) for i, entry in entries]
+            published = self._client.publish([*described, *manifested], deadline, notice.log)[len(described) :]
             self._described |= {chunks[i].root.key for i in good}
             for i, status in zip(good, published, strict=True):
                 statuses[i] = status
@@ -153,11 +153,11 @@ class RemoteWriter:
             objects.append(NewObject(self._names.piece(manifest, number), [whole.reshape(-1)], item.is_held))
         return objects
 
-    def _announce(self, manifest: Manifest, is_held: bool) -> NewManifest:
+    def _announce(self, manifest: Manifest, is_held: bool, entry: bytes) -> NewManifest:
         is_tail = manifest.num_tokens < manifest.chunk_tokens
         tails = self._names.tails(manifest.parent) if is_tail else None
         name = self._names.manifest(manifest.key)
-        return NewManifest(name, manifest.encode(), tails, manifest.num_tokens, is_held)
+        return NewManifest(name, manifest.encode(), tails, manifest.num_tokens, is_held, entry)
 
     def _descriptions(self, roots: dict[bytes, RootRef]) -> list[NewManifest]:
         """What each root is, said once, for listings."""

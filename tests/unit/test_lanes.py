@@ -1,0 +1,41 @@
+"""Work in lanes: all of it, some at a time, and nothing goes on after the return."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from functools import partial
+
+import pytest
+
+from headwater.stores.workers import in_lanes
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_everything_is_done_once(count: int) -> None:
+    done: list[int] = []
+    in_lanes((partial(done.append, number) for number in range(100)), count)
+    assert sorted(done) == list(range(100))
+    in_lanes((), count)
+
+
+def test_lanes_run_at_the_same_time() -> None:
+    gate = threading.Barrier(2, timeout=20)
+    in_lanes([gate.wait, gate.wait], 2)
+
+
+def test_a_failure_is_raised_when_all_have_ended_and_nothing_else_begins() -> None:
+    failed, ended = threading.Event(), list[str]()
+
+    def fail() -> None:
+        failed.set()
+        raise ValueError("the first")
+
+    def go_on() -> None:
+        assert failed.wait(20)
+        ended.append("the other")
+
+    endless = itertools.chain([go_on, fail], itertools.repeat(lambda: None))
+    with pytest.raises(ValueError, match="the first"):
+        in_lanes(endless, 2)
+    assert ended == ["the other"]
