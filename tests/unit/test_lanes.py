@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -39,3 +40,12 @@ def test_a_failure_is_raised_when_all_have_ended_and_nothing_else_begins() -> No
     with pytest.raises(ValueError, match="the first"):
         in_lanes(endless, 2)
     assert ended == ["the other"]
+
+
+def test_work_that_cannot_be_found_is_a_failure_too() -> None:
+    def works() -> Iterator[Callable[[], object]]:
+        yield lambda: None
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        in_lanes(works(), 3)

@@ -24,11 +24,11 @@ def in_lanes(works: Iterable[Callable[[], object]], count: int) -> None:
 
     def lane() -> None:
         while not errors:
-            with lock:
-                work = next(todo, None)
-            if work is None:
-                return
             try:
+                with lock:
+                    work = next(todo, None)
+                if work is None:
+                    return
                 work()
             except BaseException as error:  # raised again below
                 errors.append(error)

@@ -56,6 +56,7 @@ _THREADS = 6
 _KNOCK_S = 0.5
 _CLOSE_S, _CLOSE_DEADLINE_S = 1.0, 10.0
 _REGISTER_ABOVE = 1 << 20
+_NEAR_TRIES = 3
 
 _NO_ROOM, _RPC_FAILED = (-200, -201), (-900, -901, -1)
 _TAILS = struct.Struct(f"<{MAX_TAILS}I")
@@ -284,7 +285,8 @@ class MooncakeClient:
             log.warning("%s did not take the memory of this host: %s", self._name, answer.get("ret"))
             self._given = False
         elif self._config.prefer_local:
-            self._near = find_near(store, self._replication)
+            tries = (find_near(store, self._replication) for _ in range(_NEAR_TRIES))
+            self._near = next((near for near in tries if near is not None), None)
 
     def _ready(self, deadline: float) -> Any:
         """The library's client. Setting it up takes milliseconds, or minutes where the master is away: nobody waits."""
