@@ -10,7 +10,7 @@ SERVE_STAMP := $(VENV)/.headwater-serve-stamp
 # vLLM pins its own torch, so it has an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
-VLLM_STAMP := $(VLLM_VENV)/.headwater-stamp
+VLLM_STAMP := $(VLLM_VENV)/.headwater-vllm-stamp
 VLLM_VERSION := 0.32.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
