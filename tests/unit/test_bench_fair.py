@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,18 +16,15 @@ from headwater.bench import vllm_fair
 from headwater.bench.measure import take_turns
 from headwater.errors import EngineError
 
-BUSY_UNTIL_A_LINE_COMES = """
-import sys, threading
-done = threading.Event()
+BUSY_FOR_A_WHILE = """
+import sys, threading, time
 def busy():
-    while not done.is_set():
+    while time.process_time() < 0.5:
         pass
 thread = threading.Thread(target=busy)
 thread.start()
-print("busy", flush=True)
-sys.stdin.readline()
-done.set()
 thread.join()
+print("done", flush=True)
 sys.stdin.readline()
 """
 
@@ -46,10 +44,9 @@ def test_everybody_comes_first_last_and_in_between_equally_often(names: str) -> 
         assert Counter(one[place] for one in rounds) == dict.fromkeys(names, 2), rounds
 
 
-def test_nobody_is_measured_while_another_engine_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_fair, "QUIET_S", 1.0)
+def test_the_time_of_an_engine_is_that_of_its_whole_session_and_of_nobody_else() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", BUSY_UNTIL_A_LINE_COMES],
+        [sys.executable, "-c", BUSY_FOR_A_WHILE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -60,13 +57,23 @@ def test_nobody_is_measured_while_another_engine_is_at_work(monkeypatch: pytest.
     with process:
         assert process.stdin is not None
         assert process.stdout is not None
-        assert process.stdout.readline() == "busy\n"
-        with pytest.raises(EngineError, match="did not come to rest"):
-            vllm_fair.wait_until_quiet([engine])
+        assert process.stdout.readline() == "done\n"
+        assert 0.4 < vllm_fair._cpu_seconds([engine]) < 5
+        assert vllm_fair._cpu_seconds([]) == 0
         process.stdin.write("\n")
-        monkeypatch.setattr(vllm_fair, "QUIET_S", 30.0)
-        vllm_fair.wait_until_quiet([engine])
-        process.stdin.write("\n")
+
+
+def test_nobody_is_measured_before_all_engines_have_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [0.0, 0.1, 0.2, 0.21, 0.22, 0.32, 0.33, 0.33, 0.34, 0.44]
+    monkeypatch.setattr(vllm_fair, "_cpu_seconds", lambda engines: left.pop(0))
+    monkeypatch.setattr(vllm_fair.time, "sleep", lambda seconds: None)
+    vllm_fair.wait_until_quiet([])
+    assert left == [0.44], "three quiet looks in a row are needed, and enough"
+    busy = count()
+    monkeypatch.setattr(vllm_fair, "_cpu_seconds", lambda engines: next(busy))
+    monkeypatch.setattr(vllm_fair, "QUIET_S", 0.05)
+    with pytest.raises(EngineError, match="did not come to rest"):
+        vllm_fair.wait_until_quiet([])
 
 
 def test_every_engine_is_given_the_same_cores_whatever_its_connector() -> None:

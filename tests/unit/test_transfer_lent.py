@@ -28,7 +28,7 @@ def write_all(space: Any, chunks: list[Any]) -> list[np.ndarray]:
     whole = [space.empty(chunk, whole_shard(SPEC)) for chunk in chunks]
     for tiles in whole:
         tiles[...] = np.random.randint(0, 256, tiles.shape, np.uint8)
-    assert set(space.write(chunks, whole_shard(SPEC), whole)) == {Status.OK}
+    assert set(space.write(chunks, whole_shard(SPEC), whole, deadline_s=30)) == {Status.OK}
     return whole
 
 
