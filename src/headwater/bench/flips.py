@@ -22,6 +22,8 @@ from headwater.stores.remote.store import RemoteStore
 WHOLE = whole_shard(SPEC)
 _FIRST = 1 << 31
 """Prompts of flipped chunks begin with tokens from here on, which no client uses."""
+_PAUSE_S = 0.005
+_PATIENCE_S = 30.0
 
 
 class Flipper:
@@ -33,6 +35,7 @@ class Flipper:
         self._stores = stores
         self._rng = np.random.default_rng(seed)
         self._next = _FIRST
+        self._flipped_at = time.monotonic()
         self.injected = dict.fromkeys(stores, 0)
         self.detected = dict.fromkeys(stores, 0)
         self.refused: dict[str, int] = {}
@@ -46,8 +49,8 @@ class Flipper:
 
     @property
     def progresses(self) -> bool:
-        """Whether the store takes enough of what is to be flipped to go on trying."""
-        return sum(self.refused.values()) < 10 * (100 + self.flipped)
+        """Whether the store has lately taken something that could be flipped."""
+        return time.monotonic() - self._flipped_at < _PATIENCE_S
 
     def flip_next(self) -> None:
         """One bit in the tier that has had the fewest."""
@@ -62,6 +65,7 @@ class Flipper:
         status = store.write(self._root, [Piece(chunk, WHOLE, truth)], DEADLINE_S)[0]
         if status != Status.OK:
             self.refused[status.name] = self.refused.get(status.name, 0) + 1
+            time.sleep(_PAUSE_S)  # whoever is refused comes back later; at once would only keep others from their work
             return
         lease = store.lease(self._root, chunk.key) if isinstance(store, EmbeddedStore) else None
         if isinstance(store, EmbeddedStore) and lease is None:
@@ -73,6 +77,7 @@ class Flipper:
         else:
             _flip_remote(store, chunk, bit)
         self.injected[name] += 1
+        self._flipped_at = time.monotonic()
         got = np.zeros_like(truth)
         status = self._space.read([chunk], WHOLE, [got], deadline_s=DEADLINE_S)[0]
         if lease is not None:
