@@ -172,7 +172,7 @@ def _move_kernel(
         words = tl.reshape(here, (TOKENS * COLUMNS // 128, 64, 2)).to(tl.uint64, bitcast=True)
         even, odd = add_up(words, in_tile // 1024 + kib, (tile_bytes - 1) // 64, keys)
         is_whole = num_rows * row_bytes % 1024 + before_tile % 1024 == 0
-        kept = is_whole & (first_row * row_bytes + kib * 1024 < num_rows * row_bytes)
+        kept = first_row * row_bytes + kib * 1024 < tl.where(is_whole, num_rows * row_bytes, 0)
         lanes = sums + (((before_tile + in_tile) // 1024 + kib) * 8)[:, None] + tl.arange(0, 4)[None, :]
         tl.store(lanes, even.to(tl.int64), mask=kept[:, None])
         tl.store(lanes + 4, odd.to(tl.int64), mask=kept[:, None])
