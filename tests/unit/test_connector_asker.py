@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from itertools import count
+from pathlib import Path
 
 import pytest
 
-from headwater.connector.asker import DEADLINE_S, Asker
+from headwater.connector.asker import Asker
 from headwater.errors import InvalidArgumentError, StoreError
+from headwater.stores import open_store
 
 from support import wait_until
 
 
-@pytest.mark.parametrize("local", [True, False])
-def test_answers_and_failures(local: bool) -> None:
-    asker = Asker(local=local)
+@pytest.mark.parametrize("lookup_s", [0.0, 0.2])
+def test_answers_and_failures(lookup_s: float) -> None:
+    asker = Asker(lookup_s)
     assert asker.ask(lambda: 5, 0) == 5
 
     def fail(error: Exception) -> int:
@@ -28,7 +30,7 @@ def test_answers_and_failures(local: bool) -> None:
 
 
 def test_a_late_answer_costs_its_deadline_once_and_what_follows_keeps_its_order() -> None:
-    asker = Asker(local=False)
+    asker = Asker(0.2)
     gate, calls = threading.Event(), []
 
     def late() -> int:
@@ -38,12 +40,12 @@ def test_a_late_answer_costs_its_deadline_once_and_what_follows_keeps_its_order(
 
     begin = time.monotonic()
     assert asker.ask(late, 0) == 0
-    assert time.monotonic() - begin >= DEADLINE_S
+    assert time.monotonic() - begin >= asker.deadline_s
     begin = time.monotonic()
     for _ in range(100):
         assert asker.ask(lambda: 1, 0) == 0, "asked while the first has not come back"
     asker.tell(lambda: calls.append("release"))
-    assert time.monotonic() - begin < DEADLINE_S, "somebody waited for a store that does not answer"
+    assert time.monotonic() - begin < asker.deadline_s, "somebody waited for a store that does not answer"
     assert calls == []
     gate.set()
     wait_until(lambda: calls == ["lease", "release"], what="the late calls")
@@ -51,9 +53,27 @@ def test_a_late_answer_costs_its_deadline_once_and_what_follows_keeps_its_order(
     wait_until(lambda: asker.ask(lambda: next(numbers) >= 0, False), what="an answer")
 
 
+def test_it_has_the_patience_that_the_urls_ask_for(tmp_path: Path) -> None:
+    front = "memory://?capacity=2MiB"
+    for below, lookup_s in (
+        (f"file://{tmp_path}/pool?capacity=2MiB", 0.0),
+        ("redis://127.0.0.1:1?lookup=0.75", 0.75),
+        ("redis://127.0.0.1:1?lookup=0.75,redis://127.0.0.1:2", 0.95),
+    ):
+        store = open_store(f"{front},{below}", None)
+        assert store.lookup_s == pytest.approx(lookup_s)
+        store.close()
+
+    def slow() -> int:
+        time.sleep(0.5)
+        return 1
+
+    assert Asker(0.75).ask(slow, 0) == 1
+
+
 def test_its_thread_ends_with_it() -> None:
     before = set(threading.enumerate())
-    asker = Asker(local=False)
+    asker = Asker(0.2)
     assert asker.ask(lambda: 1, 0) == 1
     (thread,) = set(threading.enumerate()) - before
     del asker

@@ -1,7 +1,9 @@
 """Look-ups on behalf of a scheduler, which must not wait: what is not answered soon is not there.
 
-Where the index is memory of this host, a look-up is a call. Elsewhere it runs in a thread: a late one costs its
-deadline once, and until it has come back nothing is looked up and nobody waits.
+Where the index is memory of this host, a look-up is a call. Elsewhere it runs in a thread, for as long as the store
+itself allows (`lookup` of its URL), so that a backend which is late costs only what it would have added to the tiers
+above it. A store that does not keep its own promise costs its deadline once: until the look-up has come back nothing
+else is looked up and nobody waits.
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ from headwater.stores.workers import Workers
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-DEADLINE_S = 0.2
-"""All requests of an engine wait while one of them is looked up."""
+GRACE_S = 0.1
+"""For a store that gives up in time to say so. All requests of an engine wait while one of them is looked up."""
 
 
 class Asker:
     """Asks a store, for one thread. A store that fails is one that has nothing."""
 
-    def __init__(self, *, local: bool) -> None:
+    def __init__(self, lookup_s: float) -> None:
+        """`lookup_s` is what the store allows itself; 0: it waits for nobody."""
+        self.deadline_s = lookup_s + GRACE_S
         self._workers: Workers | None = None
-        if not local:
+        if lookup_s:
             self._workers = Workers(1, "headwater-asker")
             weakref.finalize(self, self._workers.close)
 
@@ -40,7 +44,7 @@ class Asker:
                 log.warning("the pool cannot be asked: %s", error)
                 return otherwise
         answers: list[T] = []
-        failure = self._workers.call(lambda: answers.append(call()), time.monotonic() + DEADLINE_S)
+        failure = self._workers.call(lambda: answers.append(call()), time.monotonic() + self.deadline_s)
         if isinstance(failure, StoreError):
             log.warning("the pool cannot be asked: %s", failure)
         elif isinstance(failure, Exception):

@@ -37,7 +37,7 @@ class SchedulerHalf:
     def __init__(self, space: Space, config: ConnectorConfig) -> None:
         self._space = space
         self._config = config
-        self._asker = Asker(local=space.local_index)
+        self._asker = Asker(space.lookup_s)
         self._known: dict[str, _Known] = {}
 
     def begin(

@@ -345,9 +345,10 @@ class Space:
         return self._store.mapped
 
     @property
-    def local_index(self) -> bool:
-        """Whether `match`, `exists`, `lease` and `release` read memory of this host and wait for nobody."""
-        return self._store.local_index
+    def lookup_s(self) -> float:
+        """How long `match`, `exists`, `lease` and `release` may take; 0 where they read memory of this host and wait
+        for nobody."""
+        return self._store.lookup_s
 
     @contextmanager
     def borrow(self, chunk: ChunkRef, shard: Shard) -> Iterator[Tiles | None]:

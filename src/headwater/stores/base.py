@@ -243,8 +243,8 @@ class Store(Protocol):
     """Where bytes live. Safe from many threads; embedded stores also from many processes."""
 
     mapped: bool
-    local_index: bool
-    """Whether looking something up reads memory of this host and waits for nobody."""
+    lookup_s: float
+    """How long looking something up may take; 0 where it reads memory of this host and waits for nobody."""
     max_extent_bytes: int
 
     def check_space(self, space: SpaceRef) -> None:

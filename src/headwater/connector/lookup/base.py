@@ -20,8 +20,8 @@ class Lookup(Protocol):
         ...
 
     @property
-    def local_index(self) -> bool:
-        """Whether nothing here can take long."""
+    def lookup_s(self) -> float:
+        """How long an answer may take; 0 where nothing here can take long."""
         ...
 
     def keys(self, tokens: Tokens = ()) -> ChunkKeys:

@@ -72,9 +72,9 @@ class LookupClient:
         return self._chunk_tokens
 
     @property
-    def local_index(self) -> bool:
+    def lookup_s(self) -> float:
         """Questions have their own, short deadline, so nobody else need guard against them."""
-        return True
+        return 0.0
 
     def keys(self, tokens: Tokens = ()) -> ChunkKeys:
         """The chunk keys of a prompt. Nobody is asked."""

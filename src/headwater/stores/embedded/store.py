@@ -62,7 +62,7 @@ class EmbeddedStore:
         self._admin = Admin(core, self._reader)
         self._exporter = Exporter(core, self._reader)
         self.mapped = core.data.mapped
-        self.local_index = True
+        self.lookup_s = 0.0
         g = core.geometry
         self.max_extent_bytes = min(g.segment_bytes, g.data_bytes // PENDING_SHARE)
 

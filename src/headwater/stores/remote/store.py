@@ -57,7 +57,6 @@ class RemoteStore:
     """One backend as a store. See `stores.base.Store`; what needs mapped memory raises."""
 
     mapped = False
-    local_index = False
     max_extent_bytes = 1 << 62
 
     def __init__(self, url: StoreUrl, client: ObjectClient) -> None:
@@ -65,13 +64,13 @@ class RemoteStore:
         self._client = client
         self._names = Names(url.options.get("prefix", "hw"))
         self._deadline_s = url.seconds("deadline", DEFAULT_DEADLINE_S)
-        self._lookup_s = url.seconds("lookup", DEFAULT_LOOKUP_S)
-        self.breaker = CircuitBreaker(str(url), lambda: client.ping(time.monotonic() + self._lookup_s))
+        self.lookup_s = url.seconds("lookup", DEFAULT_LOOKUP_S)
+        self.breaker = CircuitBreaker(str(url), lambda: client.ping(time.monotonic() + self.lookup_s))
         self._guard = Guard(str(url), self.breaker)
         self._memory = Memory()
         self.announcer = Announcer(self._names)
         common = (client, self._names, self._guard, self._memory, self.announcer)
-        self._reader = RemoteReader(*common, self._lookup_s)
+        self._reader = RemoteReader(*common, self.lookup_s)
         self._writer = RemoteWriter(*common, url.size("piece") or DEFAULT_PIECE_BYTES)
         self._admin = RemoteAdmin(client, self._names, self.announcer)
 
@@ -133,7 +132,7 @@ class RemoteStore:
         return Status.OK if self._keep(key, pinned) else Status.MISS
 
     def _keep(self, key: bytes, pinned: bool) -> bool:
-        deadline = time.monotonic() + self._lookup_s
+        deadline = time.monotonic() + self.lookup_s
 
         def work() -> bool:
             known = {key} if self._memory.manifest(key) is not None else set[bytes]()
@@ -179,15 +178,15 @@ class RemoteStore:
     def hear(self, after: Position | None, limit: int) -> Heard | None:
         """Entries of the store's log: see `ObjectClient.hear`, also for what it raises. Late after `lookup`. Nothing
         that goes wrong here is held against the backend, and nothing that goes well counts for it."""
-        return self._client.hear(self._names.log, after, limit, time.monotonic() + self._lookup_s)
+        return self._client.hear(self._names.log, after, limit, time.monotonic() + self.lookup_s)
 
     def remove_log(self) -> None:
         """Forget all events. Who follows them is told that some were missed."""
-        self._client.remove([self._names.log], time.monotonic() + self._lookup_s)
+        self._client.remove([self._names.log], time.monotonic() + self.lookup_s)
 
     def ping(self) -> None:
         """Return if the backend answers."""
-        self._client.ping(time.monotonic() + self._lookup_s)
+        self._client.ping(time.monotonic() + self.lookup_s)
 
     # ---- looking ------------------------------------------------------------------------------------------------
     def scan(self) -> Iterator[ChunkInfo]:
@@ -210,7 +209,7 @@ class RemoteStore:
 
     def stats(self) -> StoreStats:
         """See `stores.base.Store.stats`. What the backend does not say in time is zero; events are this process's."""
-        deadline = time.monotonic() + self._lookup_s
+        deadline = time.monotonic() + self.lookup_s
         usage = self._guard.run("statistics", lambda: self._client.usage(deadline), deadline) or Usage(0, 0, 0)
         counts = self.counts()
         return StoreStats(

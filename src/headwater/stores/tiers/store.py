@@ -66,13 +66,12 @@ class _Completed(threading.local):
 class TieredStore:
     """See the module, and `stores.base.Store`."""
 
-    local_index = False
-
     def __init__(
         self, front: EmbeddedStore, tiers: Sequence[LowerTier], ownership: Ownership | SoleOwnership | None
     ) -> None:
         self._front = front
         self._tiers = tiers
+        self.lookup_s = sum(tier.store.lookup_s for tier in tiers)
         self._counts = Counts()
         self.mapped = front.mapped
         self.max_extent_bytes = min(front.max_extent_bytes, *(tier.store.max_extent_bytes for tier in tiers))
