@@ -176,3 +176,17 @@ def test_random_weights_are_nobody_elses(qwen3: Path, pool_url: str, log_file: P
             assert running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)["external"] == 0
             assert running.ask("reset")
             assert running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)["external"] == HIT
+
+
+def test_two_dtypes_do_not_share(qwen3: Path, pool_url: str, log_file: Path) -> None:
+    """What a server of one dtype computed another reads only if it runs in that dtype, too."""
+    hits = list[list[int]]()
+    for dtype in ("float32", "float16", "float32"):
+        with engine(log_file, settings_of(qwen3, pool_url, extra={"epoch": 5}, dtype=dtype)) as running:
+            first = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
+            running.ask("generate", prompts=[random_tokens(702, 20)], max_tokens=40)  # time for a first save
+            assert running.ask("reset")
+            again = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
+            assert again["tokens"] == first["tokens"]
+            hits.append([first["external"], again["external"]])
+    assert hits == [[0, HIT], [0, HIT], [HIT, HIT]]
