@@ -113,6 +113,37 @@ def check_save(url: str, device: str, tp: int, ring: int) -> None:
         assert pool.verify().clean
 
 
+def check_save_together(url: str, device: str, ring: int) -> None:
+    """Three requests, two of which begin alike and one of which has another tenant: saved by two gathers, each chunk
+    once and with the bytes of the first that has it."""
+    with open_space(url) as (pool, space, chunks):
+        shard = whole_shard(SPEC)
+        view, _ = cache_view(SPEC, shard, num_blocks=3 * BLOCKS, block_size=BLOCK, order=ORDERS[0], device=device)
+        blocks = np.random.permutation(3 * BLOCKS).astype(np.int32).reshape(3, BLOCKS)
+        like = [*range(4 * CHUNK), *range(5000, 5000 + CHUNK + 7)]
+        keys = space.keys(like)
+        alike = [*keys.refs(5), keys.tail_ref(5, 7)]
+        other = space.keys(list(range(3 * CHUNK)), tenant=b"another").refs(3)
+        assert [chunk.key for chunk in alike[:4]] == [chunk.key for chunk in chunks[:4]]
+        saver = DeviceSaver(space, view, shard, staging_bytes=ring, deadline_s=10.0)
+        gathers, launch = [], saver._gather
+        saver._gather = lambda *args, **more: (gathers.append(args), launch(*args, **more))[1]  # type: ignore[method-assign]
+        saver.save_all([(chunks, blocks[0]), (alike, blocks[1]), (other, blocks[2])])
+        assert saver.drain(30)
+        expected = tiles_of(view, shard, chunks, blocks[0]) + tiles_of(view, shard, alike[4:], blocks[1])
+        expected += tiles_of(view, shard, other, blocks[2])
+        every = [*chunks, *alike[4:], *other]
+        assert len(gathers) == 2
+        assert saver.num_dropped == 0
+        assert saver.statuses == {Status.OK: len(every)}
+        saver.close()
+        for chunk, want in zip(every, expected, strict=True):
+            out = [space.empty(chunk, shard)]
+            assert space.read([chunk], shard, out, deadline_s=30) == [Status.OK]
+            assert np.array_equal(out[0], want)
+        assert pool.verify().clean
+
+
 def check_load(url: str, device: str, tp: int, ring: int) -> None:
     """Written by the CPU, loaded on the device by every rank of a topology."""
     with open_space(url) as (_, space, chunks):

@@ -19,7 +19,7 @@ from transfer_layer_cases import (  # noqa: E402
     check_layer_load,
     check_layer_save,
 )
-from transfer_pool_cases import EXTENT, check_bounds, check_damage, check_load, check_save  # noqa: E402
+from transfer_pool_cases import EXTENT, check_bounds, check_damage, check_load, check_save, check_save_together  # noqa: E402
 
 
 @pytest.fixture
@@ -40,6 +40,10 @@ def test_saved_on_the_device_and_read_on_the_cpu(url, tp, ring):
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_written_by_the_cpu_and_loaded_on_the_device(url, tp, ring):
     check_load(url, "cuda", tp, ring)
+
+
+def test_requests_are_saved_together(url):
+    check_save_together(url, "cuda", 64 * EXTENT)
 
 
 def test_a_flipped_byte_is_found_on_the_device(url):

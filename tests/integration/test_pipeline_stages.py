@@ -87,7 +87,7 @@ class Stages:
     # What the scheduler's side asks for
     def save(self, job: Job) -> None:
         for _, half in self._halves:
-            half.save(job)
+            half.save([job])
 
     def begin_save(self, job: Job) -> None:
         for _, half in self._halves:

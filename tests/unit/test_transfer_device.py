@@ -29,6 +29,7 @@ from transfer_pool_cases import (  # noqa: E402
     check_damage,
     check_load,
     check_save,
+    check_save_together,
 )
 
 MAPPED = "memory://?capacity=32MiB"
@@ -39,6 +40,11 @@ MAPPED = "memory://?capacity=32MiB"
 def test_saves_and_loads(tp: int, ring: int) -> None:
     check_save(MAPPED, "cpu", tp, ring)
     check_load(MAPPED, "cpu", tp, ring)
+
+
+def test_requests_are_saved_together(tmp_path: Path) -> None:
+    check_save_together(MAPPED, "cpu", 64 * EXTENT)
+    check_save_together(f"file://{tmp_path}/a?capacity=32MiB", "cpu", 64 * EXTENT)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8, 16])

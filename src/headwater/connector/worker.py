@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job, Loaded
@@ -68,9 +68,10 @@ class WorkerHalf:
             on_done=lambda name, count: on_loaded(Loaded(name, count)),
         )
 
-    def save(self, job: Job) -> None:
-        """Take the job's KV out of the cache now and store it in the background."""
-        self._saver.save(job.chunks, job.block_ids)
+    def save(self, jobs: Sequence[Job]) -> None:
+        """Take the jobs' KV out of the cache now and store it in the background. Together they cost a GPU's engine
+        hardly more than one."""
+        self._saver.save_all([(job.chunks, job.block_ids) for job in jobs])
 
     def begin_save(self, job: Job) -> None:
         """Take the job's KV out of the cache layer by layer, in the course of the step that computes it."""

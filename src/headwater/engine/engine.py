@@ -150,6 +150,7 @@ class Engine:
         self._in_flight = launched
         if not self._overlap or step.is_loading:
             outputs += self._land()
+        self._link.end_step()
         return outputs
 
     def stats(self) -> EngineStats:

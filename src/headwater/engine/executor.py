@@ -76,6 +76,8 @@ class Executor:
         set_num_threads(config, placement)
         self._pool: Pool | None = None
         self._half: WorkerHalf | None = None
+        self._unsaved: list[Job] = []
+        """To be taken out of the cache together: see `save`."""
         self._own_loaded: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
         self._loads: dict[str, list[int]] = {}
         """By request: how many chunks each rank that is done has in place."""
@@ -100,6 +102,7 @@ class Executor:
     def launch(self, step: StepInput, sampling: SamplingBatch) -> Pending:
         """Start a step. On a GPU it returns while the device works. Raises EngineDeadError if a rank is gone."""
         try:
+            self.take_saves()
             self._ranks.step(step, self._shares_samples)
             logits = self._runner.forward(step, self._previous)
             sampled = sample(logits, sampling)
@@ -126,20 +129,28 @@ class Executor:
         return space
 
     def save(self, job: Job) -> None:
-        """Take KV out of the cache, on every rank."""
-        assert self._half is not None
-        self._ranks.save(job)
-        self._half.save(job)
+        """Take KV out of the cache, on every rank, before anything is written there again: `take_saves`."""
+        self._unsaved.append(job)
+
+    def take_saves(self) -> None:
+        """Take what is to be saved out of the cache now. Whatever may write there calls this first."""
+        if self._unsaved:
+            assert self._half is not None
+            jobs, self._unsaved = self._unsaved, []
+            self._ranks.save(jobs)
+            self._half.save(jobs)
 
     def begin_save(self, job: Job) -> None:
         """Take KV out of the cache in the course of the next step, on every rank."""
         assert self._half is not None
+        self.take_saves()
         self._ranks.begin_save(job)
         self._half.begin_save(job)
 
     def load(self, job: Job, *, layerwise: bool) -> None:
         """Bring KV into the cache, on every rank; with `layerwise` the next step waits for it layer by layer."""
         assert self._half is not None
+        self.take_saves()
         self._loads[job.request_id] = []
         self._ranks.load(job, layerwise=layerwise)
         self._half.load(job, layerwise=layerwise)
@@ -171,6 +182,7 @@ class Executor:
         """Wait until the saves of all ranks are in the pool or given up; False if that takes longer."""
         if self._half is None:
             return True
+        self.take_saves()
         self._ranks.start_drain(timeout_s)
         return all((self._half.drain(timeout_s), *self._ranks.wait_drained()))
 

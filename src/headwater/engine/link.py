@@ -55,6 +55,10 @@ class Link(Protocol):
         """Keep what has become complete; at the end of a request, or of its run, also its tail."""
         ...
 
+    def end_step(self) -> None:
+        """Nothing more will be saved for now."""
+        ...
+
     def cancel(self, request: Request) -> None:
         """Nobody waits for this load any more."""
         ...
@@ -93,6 +97,9 @@ class NoPool:
     def save(self, request: Request, *, ends: bool) -> None:
         """Nothing to do."""
 
+    def end_step(self) -> None:
+        """Nothing to do."""
+
     def cancel(self, request: Request) -> None:
         """Nothing to do."""
 
@@ -120,7 +127,11 @@ class Mover(Protocol):
     """Whoever has the KV: all ranks of the engine."""
 
     def save(self, job: Job) -> None:
-        """Take KV out of the cache, on every rank."""
+        """Take KV out of the cache, on every rank: at `take_saves`, or before anything is written there again."""
+        ...
+
+    def take_saves(self) -> None:
+        """Take what is to be saved out of the cache now."""
         ...
 
     def begin_save(self, job: Job) -> None:
@@ -207,6 +218,10 @@ class PoolLink:
             ends=ends,
             num_computed=num_tokens,
         )
+
+    def end_step(self) -> None:
+        """Have the ranks take what is to be saved, all of it in one go."""
+        self._mover.take_saves()
 
     def cancel(self, request: Request) -> None:
         """Stop its load; the end of it is still reported."""

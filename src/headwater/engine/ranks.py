@@ -12,12 +12,14 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import torch
 
 from headwater.connector.jobs import Job, Loaded
@@ -41,6 +43,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 EXIT_WAIT_S = 5.0
 DYING_WAIT_S = 1.0
 """How long a rank that is failing may take to say why."""
+MAX_CHUNKS_TOLD = 4096
+"""Of several requests in one message: what names them must fit into its header."""
 
 
 class RankGroup:
@@ -93,9 +97,15 @@ class RankGroup:
         for _, sock in self._children:
             self._expect(sock, "connected")
 
-    def save(self, job: Job) -> None:
+    def save(self, jobs: Sequence[Job]) -> None:
         """Have the other ranks take KV out of their caches, after the steps so far and before the next."""
-        self._tell("save", *job.to_wire())
+        todo = deque(jobs)
+        while todo and self._children:
+            wires, room = list[tuple[dict[str, Any], list[npt.NDArray[Any]]]](), MAX_CHUNKS_TOLD
+            while todo and (not wires or len(todo[0].chunks) <= room):
+                room -= len(todo[0].chunks)
+                wires.append(todo.popleft().to_wire())
+            self._tell("save", {"jobs": [fields for fields, _ in wires]}, [a for _, arrays in wires for a in arrays])
 
     def begin_save(self, job: Job) -> None:
         """Have the other ranks take KV out of their caches in the course of the next step."""
@@ -231,7 +241,9 @@ def _follow(sock: socket.socket, runner: Runner, config: EngineConfig) -> None:
                     previous = torch.empty(len(step.sample_rows), dtype=torch.int64, device=runner.device)
                     runner.parallel.broadcast(previous)
             elif half is not None and message.kind == "save":
-                half.save(Job.from_wire(message.fields, message.arrays))
+                pairs = zip(message.arrays[::2], message.arrays[1::2], strict=True)
+                jobs = zip(message.fields["jobs"], pairs, strict=True)
+                half.save([Job.from_wire(fields, list(pair)) for fields, pair in jobs])
             elif half is not None and message.kind == "load":
                 job = Job.from_wire(message.fields, message.arrays)
                 half.load(job, layerwise=bool(message.fields["layerwise"]))

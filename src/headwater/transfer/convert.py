@@ -165,6 +165,17 @@ def plan_chunks(view: PagedView, shard: Shard, chunks: Sequence[ChunkRef], block
     return Plan(view, shard, Spans(blocks, first_block, first - low * size, num_rows))
 
 
+def join_plans(plans: Sequence[Plan]) -> Plan:
+    """The spans of several plans of one view and shard, one after another."""
+    if len(plans) == 1:
+        return plans[0]
+    spans = [plan.spans for plan in plans]
+    blocks_before = np.cumsum([0, *(len(each.blocks) for each in spans[:-1])])
+    first_block = [each.first_block + before for each, before in zip(spans, blocks_before, strict=True)]
+    tables = [[each.blocks for each in spans], first_block, [s.offset for s in spans], [s.num_rows for s in spans]]
+    return Plan(plans[0].view, plans[0].shard, Spans(*(np.concatenate(table) for table in tables)))
+
+
 def gather(plan: Plan, layers: range, out: Staging, sums: Tensor | None = None) -> None:
     """Copy the spans' KV of these layers (numbers of the whole model) into extent order.
 

@@ -181,7 +181,7 @@ class DeviceLoader:
                 going, wanted = False, not load.is_cancelled
             if going and num_issued < len(load.chunks) and len(self._in_flight) < _MAX_IN_FLIGHT:
                 if not parts or num_issued == parts[-1].stop:
-                    size = min(most, max(_FIRST_CHUNKS, 2 * num_issued), len(load.chunks) - num_issued)
+                    size = min(most, max(_FIRST_CHUNKS, num_issued), len(load.chunks) - num_issued)
                     going = not parts or parts[-1].is_whole
                     part = self._look_up(load, num_issued, size) if going else None
                     if part is None:
@@ -333,6 +333,8 @@ class DeviceLoader:
                 piece = Piece(shard, plan.tile_bytes(group.start))
                 stored = [part.stored[batch.spans[row]] for row in group]
                 copy_extents(piece, stored, [base + starts[r] for r in group], model_heads, device, to_host=False)
+        with self._work.use():
+            _ = plan.device_spans  # uploaded now: once the copies have come, the scatter waits for nothing
         self._work.wait(lane.mark())
         batch.good = pinned((len(batch.spans),), torch.bool, self._view.device)
         with self._work.use():

@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 _MAX_IN_FLIGHT = 3
 """Batches whose copies are queued on the device: one runs, one waits, one is being committed."""
 
-_SMALL_BATCH = 24
-"""Chunks of the first and of the last batch of many: the bus begins early, and the last commit is short. Fewer would
-keep it busy for less than the millisecond that the host needs for the next batch."""
+_FIRST_BATCH, _LAST_BATCH = 20, 8
+"""Chunks of the first two batches of many and of the last: the bus begins early, and the last commit is short. Fewer at
+first would keep it busy for less than the millisecond that the host needs for the next batch."""
 
 
 class Sender:
@@ -247,9 +247,13 @@ class Sender:
                 commits = spans if not job.is_open else range(job.num_alive if work.is_last and at_end else 0)
                 in_place = job.in_place if job.is_open else self._in_place and self._reserve(job, spans)
                 if in_place:
-                    copied = self._copy(work, work.plan, spans, starts)
+                    # The last of several is short, and somebody may wait for it: to be woken takes a tenth of its time.
+                    is_short = at_end and not job.is_open and spans.start > work.spans.start
+                    copied = self._copy(work, work.plan, spans, starts, blocking=not is_short)
                     self._in_flight.append(Batch(work, spans, size, commits, copied))
                     left -= size
+                    if spans.start > work.spans.start or at_end:
+                        self._hash(work)  # not before the second batch: the bus would wait for it
                 else:
                     self._write_through(work, spans, low, high, commits)
                     self._ring.give_back(size)
@@ -271,15 +275,15 @@ class Sender:
             # What is in the ring already may leave in larger pieces than what must be waited for.
             most = max(min(most, self._ring.batch), min(2 * most, len(work.spans) // 4))
         while at < stop:
-            size = min(most, max(_SMALL_BATCH, 2 * (at - first))) if was_idle else most
+            size = min(most, max(_FIRST_BATCH, at - first)) if was_idle else most
             if is_whole and self._queue.empty():
-                size = min(size, max(_SMALL_BATCH, (stop - at) // 2))
-            if stop - at - size < min(_SMALL_BATCH, most) // 2:
+                size = min(size, max(_LAST_BATCH, (stop - at) // 2))
+            if stop - at - size < min(_LAST_BATCH, most) // 2:
                 size = stop - at
             yield range(at, at + size)
             at += size
 
-    def _copy(self, work: Gathered, plan: Plan, spans: range, starts: list[int]) -> Mark:
+    def _copy(self, work: Gathered, plan: Plan, spans: range, starts: list[int], *, blocking: bool) -> Mark:
         """Start the copies of a batch into its extents, and its checksums on their way to the host."""
         job, shard = work.job, self._shard
         if work.layers != shard.layers:
@@ -299,11 +303,10 @@ class Sender:
                 staged = [base + starts[span - first] for span in group]
                 copy_extents(piece, targets, staged, model_heads, device, to_host=True)
                 pieces.append((piece, targets))
-        copied = lane.mark(blocking=True)
+        copied = lane.mark(blocking=blocking)
         with self._hashes.use():  # these copies wait for others, or for the gather; this waits for nothing
             for piece, targets in pieces:
                 touch_extents(piece, targets, model_heads, device)
-        self._hash(work, plan)
         return copied
 
     def _equal(self, job: SaveJob, spans: Sequence[int]) -> list[list[int]]:
@@ -314,12 +317,12 @@ class Sender:
             groups.setdefault((chunk.num_tokens, chunk.number % self._shard.replicas), []).append(span)
         return list(groups.values())
 
-    def _hash(self, work: Gathered, plan: Plan) -> None:
+    def _hash(self, work: Gathered) -> None:
         """Start on the checksums of all that was gathered, once: beside the first copies."""
-        if work.sums is None:
+        if work.sums is None and work.plan is not None and work.job.targets:
             self._hashes.wait(work.gathered)
             with self._hashes.use():
-                work.sums = staged_checksums(plan, work.flat, len(work.layers), work.added_up)
+                work.sums = staged_checksums(work.plan, work.flat, len(work.layers), work.added_up)
                 work.sums_here = pinned(tuple(work.sums.shape), torch.int64, self._view.device)
                 post(work.sums, work.sums_here)
             work.hashed = self._hashes.mark(blocking=True)
@@ -334,6 +337,7 @@ class Sender:
         batch = self._in_flight.popleft()
         batch.copied.synchronize()
         work, spans, job = batch.work, batch.spans, batch.work.job
+        self._hash(work)
         if work.sums_here is not None and work.hashed is not None and job.sums is not None:
             work.hashed.synchronize()
             first, layer = work.spans.start, self._shard.layers.index(work.layers.start)

@@ -56,12 +56,13 @@ def copy_extents(
     rows = _rows(len(heads) * tile, len(layers), *(pitches if to_host else pitches[::-1]))
     stored = _stored(piece, extents, model_heads)
     ring = np.array(staged, np.int64) + here
-    copies: list[Copy] = []
-    for first, last in _stretches([extent[0] for extent in extents]):
-        part = slice(first, last)
-        sides = (stored[part], ring[part]) if to_host else (ring[part], stored[part])
-        copies += join_copies(_even(rows, *sides))
-    run_copies(copies, device)
+    targets, sources = (stored, ring) if to_host else (ring, stored)
+
+    def copies() -> Iterator[Copy]:
+        for first, last in _stretches([extent[0] for extent in extents]):
+            yield from join_copies(_even(rows, targets[first:last], sources[first:last]))
+
+    run_copies(copies(), device)  # the first begins while the others are still being worked out
 
 
 def touch_extents(

@@ -101,6 +101,11 @@ class Saver:
         if (save := self._take(chunks, block_ids, [self._shard.layers])) is not None:
             self._gather(save)
 
+    def save_all(self, wanted: Sequence[tuple[Sequence[ChunkRef], npt.NDArray[np.int32]]]) -> None:
+        """`save` for several requests."""
+        for chunks, block_ids in wanted:
+            self.save(chunks, block_ids)
+
     def begin(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
         """Take these chunks in the course of the coming step: `layer_done` says when a layer of them is computed."""
         layer_bytes = self._layer_bytes * min(len(chunks), self._slots.count)

@@ -70,7 +70,7 @@ class Working:
             self._half.cancel(request_id)
         for order in orders.saves:
             self._space.root(tenant=order.tenant, adapter=order.adapter)  # so that this process knows it
-            self._half.save(self._kernel_job(order.job))
+        self._half.save([self._kernel_job(order.job) for order in orders.saves])
 
     def load(self, orders: StepOrders) -> None:
         """Start loads; in blocking mode they have ended on return."""
