@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headwater.connector.jobs import Job
+from headwater.connector.worker import WorkerHalf
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.params import SamplingParams
+from headwater.engine.runner import Runner
 from headwater.errors import ModelError
 from headwater.models.catalog import find_in_catalog
 from headwater.stores.embedded import destroy
@@ -155,6 +158,40 @@ def test_six_turns_reuse_all_that_was_said(oracle: Oracle, pool_url: str) -> Non
             assert cached >= before - 1, f"turn {turn} found {cached} of the {before} tokens of the turn before"
             before = len(tokens)
             tokens = tokens + said + [rng.randrange(3, VOCAB) for _ in range(30)]
+
+
+def test_requests_that_end_together_are_saved_together(
+    oracle: Oracle, pool_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before anything is computed that might be given their pages."""
+    path, references = oracle(4)
+    config = EngineConfig(model=str(path), device="cpu", max_model_len=600, num_pages=120, num_threads=1, pool=pool_url)
+    calls: list[list[str]] = []
+    save, forward = WorkerHalf.save, Runner.forward
+
+    def saved(half: WorkerHalf, jobs: Sequence[Job]) -> None:
+        calls.append([job.request_id for job in jobs])
+        save(half, jobs)
+
+    def computed(runner: Runner, *args: Any) -> Any:
+        calls.append([])
+        return forward(runner, *args)
+
+    monkeypatch.setattr(WorkerHalf, "save", saved)
+    monkeypatch.setattr(Runner, "forward", computed)
+    with Engine(config) as engine:
+        got, _ = generate(engine, references)
+        check_tokens("together", references, got, totals)
+        assert sorted(calls[-1]) == ["0", "1", "2"], "each with the end of its answer"
+        engine.add("stays", references[2].prompt[:200], GREEDY)
+        engine.add("goes", references[0].prompt[:200], GREEDY)
+        while engine.stats().num_generated_tokens < 3 * NUM_TOKENS + 10:
+            engine.step()
+        engine.abort("goes")
+        engine.step()
+        assert calls[-2:] == [["4"], []], "what goes is saved, and then the next token of what stays is computed"
+        while engine.has_work:
+            engine.step()
 
 
 def test_a_real_model_on_one_rank_and_on_three(pool_url: str) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the transfer needs torch")
 
+from headwater.errors import StoreError  # noqa: E402
 from headwater.kv.topology import whole_shard  # noqa: E402
-from headwater.transfer import extents  # noqa: E402
+from headwater.stores.base import Status  # noqa: E402
+from headwater.transfer import device_sender, extents  # noqa: E402
 from headwater.transfer.copy import Copy, run_copies  # noqa: E402
+from headwater.transfer.device_saver import DeviceSaver  # noqa: E402
 from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
 from transfer_layer_cases import (  # noqa: E402
     check_abandoned,
@@ -30,6 +35,9 @@ from transfer_pool_cases import (  # noqa: E402
     check_load,
     check_save,
     check_save_together,
+    make_cache,
+    open_space,
+    tiles_of,
 )
 
 MAPPED = "memory://?capacity=32MiB"
@@ -45,6 +53,33 @@ def test_saves_and_loads(tp: int, ring: int) -> None:
 def test_requests_are_saved_together(tmp_path: Path) -> None:
     check_save_together(MAPPED, "cpu", 64 * EXTENT)
     check_save_together(f"file://{tmp_path}/a?capacity=32MiB", "cpu", 64 * EXTENT)
+
+
+def test_what_was_copied_before_a_failure_is_stored_with_its_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksums come after the second batch's copies, and here there is no second batch."""
+    monkeypatch.setattr(device_sender, "_FIRST_BATCH", 4)
+    with open_space(MAPPED) as (pool, space, chunks):
+        shard, reserve, num_calls = whole_shard(SPEC), space.reserve, count()
+
+        def fail_later(*args: Any, **options: Any) -> Any:
+            if next(num_calls):
+                raise StoreError("gone")
+            return reserve(*args, **options)
+
+        view, blocks = make_cache(shard, "cpu")
+        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=10.0)
+        monkeypatch.setattr(space, "reserve", fail_later)
+        saver.save(chunks, blocks)
+        assert saver.drain(30)
+        saver.close()
+        assert saver.statuses == {Status.OK: 4}
+        assert saver.num_dropped == len(chunks) - 4
+        assert space.exists(chunks) == [True] * 4 + [False] * (len(chunks) - 4)
+        out = [space.empty(chunk, shard) for chunk in chunks[:4]]
+        assert space.read(chunks[:4], shard, out) == [Status.OK] * 4
+        for got, want in zip(out, tiles_of(view, shard, chunks[:4], blocks), strict=True):
+            assert np.array_equal(got, want)
+        assert pool.verify().clean
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8, 16])
