@@ -89,6 +89,9 @@ class Stages:
         for _, half in self._halves:
             half.save([job])
 
+    def take_saves(self) -> None:
+        pass
+
     def begin_save(self, job: Job) -> None:
         for _, half in self._halves:
             half.begin_save(job)

@@ -267,10 +267,10 @@ def silent_stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SilentStore]
 
 LOOKUPS = {"run", "exists", "lease", "touch"}
 SILENT = {
-    "look-ups": (LOOKUPS, SilentStore.lookup_s + asker.GRACE_S, [0, 0, 0]),
+    "look-ups": (LOOKUPS, 2 * SilentStore.lookup_s + asker.GRACE_S, [0, 0, 0]),
     "reads": ({"read", "read_shard"}, LOAD_DEADLINE_S + GRACE_S, [0, 0, 0]),
     "writes": ({"write"}, 0.0, [512, 256, 0]),
-    "everything": ({*LOOKUPS, "read", "read_shard", "write"}, SilentStore.lookup_s + asker.GRACE_S, [0, 0, 0]),
+    "everything": ({*LOOKUPS, "read", "read_shard", "write"}, 2 * SilentStore.lookup_s + asker.GRACE_S, [0, 0, 0]),
 }
 """What does not answer, how long that may keep all requests together, and what of each prompt is found."""
 

@@ -135,6 +135,9 @@ class HistoryPool:
         if self._rng.random() < 0.7:
             self._kept.update(tuple(known[:n]) for n in range(1, len(known) + 1))
 
+    def end_step(self) -> None:
+        pass
+
     def cancel(self, request: Request) -> None:
         assert request.arrival in self._loads
 

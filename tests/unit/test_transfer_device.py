@@ -82,6 +82,29 @@ def test_what_was_copied_before_a_failure_is_stored_with_its_checksums(monkeypat
         assert pool.verify().clean
 
 
+def test_without_checksums_nothing_is_stored_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_sender, "_FIRST_BATCH", 4)
+    with open_space(MAPPED) as (pool, space, chunks):
+        shard = whole_shard(SPEC)
+        view, blocks = make_cache(shard, "cpu")
+        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=10.0)
+        with monkeypatch.context() as broken:
+            broken.setattr(device_sender, "staged_checksums", lambda *args: 1 / 0)
+            for num_layers in (0, SPEC.num_layers):
+                saver.save(chunks, blocks) if not num_layers else saver.begin(chunks, blocks)
+                for layer in range(num_layers):
+                    saver.layer_done(layer)
+                assert saver.drain(30)
+        assert saver.num_dropped == 2 * len(chunks)
+        assert not any(space.exists(chunks))
+        assert saver.ring.num_free == saver.ring.count
+        saver.save(chunks, blocks)
+        assert saver.drain(30)
+        assert all(space.exists(chunks))
+        saver.close()
+        assert pool.verify().clean
+
+
 @pytest.mark.parametrize("tp", [1, 2, 8, 16])
 @pytest.mark.parametrize("ring", [2 * EXTENT // 8, 3 * EXTENT, 64 * EXTENT])
 def test_layer_by_layer(tp: int, ring: int) -> None:

@@ -29,7 +29,7 @@ class Asker:
 
     def __init__(self, lookup_s: float) -> None:
         """`lookup_s` is what the store allows itself; 0: it waits for nobody."""
-        self.deadline_s = lookup_s + GRACE_S
+        self.deadline_s = 2 * lookup_s + GRACE_S  # a match may ask twice: for chunks, then for tails
         self._workers: Workers | None = None
         if lookup_s:
             self._workers = Workers(1, "headwater-asker")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import secrets
 import time
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -197,6 +198,8 @@ class Executor:
 
     def close(self) -> None:
         """Finish what is being saved, and end the other ranks. Idempotent."""
+        with suppress(HeadwaterError):  # a rank may be gone
+            self.take_saves()
         if self._half is not None:
             self._half.close()
         if self._pool is not None:

@@ -43,8 +43,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 EXIT_WAIT_S = 5.0
 DYING_WAIT_S = 1.0
 """How long a rank that is failing may take to say why."""
-MAX_CHUNKS_TOLD = 4096
-"""Of several requests in one message: what names them must fit into its header."""
+MAX_CHUNKS_TOLD, CHUNKS_A_JOB = 4096, 4
+"""Of several requests in one message, each of which takes the room of a few more: its header is bounded."""
 
 
 class RankGroup:
@@ -102,8 +102,8 @@ class RankGroup:
         todo = deque(jobs)
         while todo and self._children:
             wires, room = list[tuple[dict[str, Any], list[npt.NDArray[Any]]]](), MAX_CHUNKS_TOLD
-            while todo and (not wires or len(todo[0].chunks) <= room):
-                room -= len(todo[0].chunks)
+            while todo and (not wires or len(todo[0].chunks) < room):
+                room -= len(todo[0].chunks) + CHUNKS_A_JOB
                 wires.append(todo.popleft().to_wire())
             self._tell("save", {"jobs": [fields for fields, _ in wires]}, [a for _, arrays in wires for a in arrays])
 

@@ -48,7 +48,7 @@ class SaveJob:
     in_place: bool = True
     num_alive: int = field(init=False)
     failed: set[int] = field(default_factory=set)
-    """Chunks that were written through, and not completely."""
+    """Chunks that were written through, and not completely, or that have no checksums."""
     num_settled: int = 0
     sums: npt.NDArray[np.uint64] | None = None
     """(chunks, layers, heads), as far as they have come."""

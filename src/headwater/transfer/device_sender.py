@@ -136,14 +136,12 @@ class Sender:
     def _run(self) -> None:
         enter_thread(self._view.device)
         while True:
-            if self._in_flight and self._queue.empty():
-                self._finish()
-                continue
-            item = self._queue.get()
-            if item is None:
+            is_idle = self._in_flight and self._queue.empty()
+            item = None if is_idle else self._queue.get()
+            if item is None and not is_idle:
                 break
             try:
-                self._handle(item)
+                self._finish() if item is None else self._handle(item)
             except Exception:
                 log.exception("a save failed")
         self._finish_all()
@@ -322,10 +320,11 @@ class Sender:
         if work.sums is None and work.plan is not None and work.job.targets:
             self._hashes.wait(work.gathered)
             with self._hashes.use():
-                work.sums = staged_checksums(work.plan, work.flat, len(work.layers), work.added_up)
-                work.sums_here = pinned(tuple(work.sums.shape), torch.int64, self._view.device)
-                post(work.sums, work.sums_here)
-            work.hashed = self._hashes.mark(blocking=True)
+                sums = staged_checksums(work.plan, work.flat, len(work.layers), work.added_up)
+                here = pinned(tuple(sums.shape), torch.int64, self._view.device)
+                post(sums, here)
+            # All three or none: what has no checksums is not committed.
+            work.hashed, work.sums_here, work.sums = self._hashes.mark(blocking=True), here, sums
 
     # ---- the end of a batch -------------------------------------------------------------------------------------
     def _finish_all(self) -> None:
@@ -336,21 +335,38 @@ class Sender:
         """Wait for the oldest batch, give its room back, and make visible what is complete."""
         batch = self._in_flight.popleft()
         batch.copied.synchronize()
-        work, spans, job = batch.work, batch.spans, batch.work.job
+        try:
+            self._take_sums(batch.work, batch.spans)
+        except Exception:
+            log.exception("the checksums of a save failed; its chunks are dropped")
+            self._lose(batch.work.job, batch.spans)
+        self._ring.give_back(batch.num_bytes)
+        if batch.commits:
+            self._commit(batch.work.job, batch.commits)
+
+    def _take_sums(self, work: Gathered, spans: range) -> None:
+        """Wait for the checksums of some of what was gathered."""
         self._hash(work)
-        if work.sums_here is not None and work.hashed is not None and job.sums is not None:
+        if work.sums_here is not None and work.hashed is not None and work.job.sums is not None:
             work.hashed.synchronize()
             first, layer = work.spans.start, self._shard.layers.index(work.layers.start)
             here = work.sums_here[spans.start - first : spans.stop - first].numpy().view(np.uint64)
-            job.sums[spans.start : spans.stop, layer : layer + len(work.layers)] = here
-        self._ring.give_back(batch.num_bytes)
-        if batch.commits:
-            self._commit(job, batch.commits)
+            work.job.sums[spans.start : spans.stop, layer : layer + len(work.layers)] = here
+
+    def _lose(self, job: SaveJob, spans: range) -> None:
+        """Give up chunks whose bytes are in their extents, and whose checksums nobody knows."""
+        self._hashes.mark().synchronize()  # what was launched may still read the ring
+        for span in spans:
+            if (target := job.targets.pop(span, None)) is not None:
+                self._filling.discard(job.chunks[span].key)
+                target.extent.abort()
+                job.failed.add(span)
 
     def _commit(self, job: SaveJob, spans: range) -> None:
         filled = [span for span in spans if span in job.targets]
         extents = {span: job.targets.pop(span).extent for span in filled}
         num_known = 0
+        self.num_dropped += len(job.failed.intersection(spans))
         try:
             assert job.sums is not None
             for owned, layers, group in self._by_owned(job, filled):
