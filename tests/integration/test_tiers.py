@@ -6,8 +6,9 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,11 @@ from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Pool, open_pool
 from headwater.pool.space import Space
 from headwater.stores.base import Piece, Status, TierStats
+from headwater.stores.embedded.export import Exported
 from headwater.stores.events import EventKind
+from headwater.stores.remote.redis import RedisClient
+from headwater.stores.tiers import copier
+from headwater.stores.tiers.lower import RemoteTier
 
 from servers import mooncake_master, redis_server
 from support import empty_tiles, gqa, identity, local_tiles, specs, temporary_url, topologies, wait_until
@@ -216,6 +221,30 @@ def test_write_through_is_there_when_the_write_returns(redis_url: str, tmp_path:
         write(space, range(20), Topology(tp=2, pp=2))
         with open_pool(f"{redis_url}?prefix=thru&lookup=5") as bare:
             assert open_space(bare).match(space.keys(range(20))).num_tokens == 20
+        pool.clear()
+
+
+def test_two_batches_are_on_their_way_at_a_time(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each chunk is put once, and released."""
+    monkeypatch.setattr(copier, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(RedisClient, "lanes", 2)
+    both, put, seen = threading.Barrier(2, timeout=30), RemoteTier.put, list[bytes]()
+
+    def meet(tier: RemoteTier, chunks: Sequence[Exported]) -> list[Status]:
+        seen.extend(item.chunk.key for item in chunks)
+        both.wait()
+        return put(tier, chunks)
+
+    monkeypatch.setattr(RemoteTier, "put", meet)
+    with pool_of("shm", tmp_path, f"{redis_url}?prefix=two&write=through&lookup=5") as pool:
+        space = open_space(pool)
+        write(space, range(32))
+        assert sorted(seen) == sorted(chunk.key for chunk in space.keys(range(32)).chunks())
+        with open_pool(f"{redis_url}?prefix=two&lookup=5") as bare:
+            assert open_space(bare).match(space.keys(range(32))).num_tokens == 32
+        assert not any(info.leased for info in pool._store._front.scan())  # type: ignore[attr-defined]
         pool.clear()
 
 

@@ -104,8 +104,8 @@ MAX_TAILS = 8
 class ObjectClient(Protocol):
     """One backend. Thread-safe. Deadlines are values of time.monotonic()."""
 
-    lane_bytes: int
-    """Larger batches of objects are better written in parts of about this size, some at a time; 0: as they are."""
+    lanes: int
+    """How many batches are best written at a time: more than one where the backend works beside the client's own."""
     has_log: bool
     """Whether it can keep a log that all hosts read. Where it cannot, notices go nowhere."""
 

@@ -46,7 +46,7 @@ _FULL_CODES = ("OOM", "MISCONF", "-OOM")
 class RedisClient:
     """A few connections to one server. See `base.ObjectClient`."""
 
-    lane_bytes = 0
+    lanes = 1
     has_log = True
 
     def __init__(self, url: StoreUrl) -> None:

@@ -6,8 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +21,6 @@ from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import GENERATION_BYTES, Manifest, Names
 from headwater.stores.remote.memory import Memory
 from headwater.stores.remote.plan import layers_per_piece, tile_sums
-from headwater.stores.workers import in_lanes
-
-_LANES = 2
 
 
 class WholeChunk(NamedTuple):
@@ -122,17 +118,12 @@ class RemoteWriter:
     def _write(
         self, chunks: Sequence[WholeChunk], manifests: dict[int, Manifest], statuses: list[Status], deadline: float
     ) -> None:
-        """All pieces, large batches in parts, some at a time."""
-
-        def write(group: Sequence[int]) -> None:
-            objects = [self._objects(chunks[i], manifests[i]) for i in group]
-            outcome = iter(self._client.write([item for items in objects for item in items], deadline))
-            for i, items in zip(group, objects, strict=True):
-                statuses[i] = max([next(outcome) for _ in items])
-
-        groups = _groups(manifests, [chunk.tiles.nbytes for chunk in chunks], self._client.lane_bytes)
+        """All pieces, in one call."""
+        objects = [self._objects(chunks[i], manifest) for i, manifest in manifests.items()]
         with _Hashing([(manifest, chunks[i]) for i, manifest in manifests.items()]):  # while bytes are on their way
-            in_lanes((partial(write, group) for group in groups), min(_LANES, len(groups)))
+            outcome = iter(self._client.write([item for items in objects for item in items], deadline))
+        for i, items in zip(manifests, objects, strict=True):
+            statuses[i] = max([next(outcome) for _ in items])
 
     def forget_descriptions(self) -> None:
         """Say again what each root is: the store was emptied."""
@@ -163,18 +154,6 @@ class RemoteWriter:
         """What each root is, said once, for listings."""
         new = {key: root for key, root in roots.items() if key not in self._described}
         return [NewManifest(self._names.root(key), _description(root), None, 0) for key, root in new.items()]
-
-
-def _groups(new: Iterable[int], sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Chunks in parts of about so many bytes; 0: all in one."""
-    groups, used = [list[int]()], 0
-    for i in new:
-        if most and groups[-1] and used + sizes[i] > most:
-            groups.append([])
-            used = 0
-        groups[-1].append(i)
-        used += sizes[i]
-    return groups
 
 
 def _description(root: RootRef) -> bytes:

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from headwater.errors import HeadwaterError, StoreClosedError
@@ -22,12 +22,13 @@ from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.events import EventKind, Follower
 from headwater.stores.tiers.lower import LowerTier
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
+from headwater.stores.workers import in_lanes
 
 log = logging.getLogger("headwater")
 
 _MOST_WAITING = 4096
 _BATCH_CHUNKS = 32
-_BATCH_BYTES = 64 << 20
+_BATCH_BYTES = 128 << 20
 _IDLE_S = 0.02
 _OWNER_POLL_S = 0.2
 _RETRY_S = 0.5
@@ -253,17 +254,27 @@ class Copier:
 
     def copy_to(self, tier: LowerTier, keys: Sequence[bytes]) -> bool:
         """Copy chunks that a tier lacks, as many at once as fit into a batch; False where it must be tried again."""
-        done, at = True, 0
-        while at < len(keys) and not self._stop:
-            batch, size = list[Exported](), 0
-            while at < len(keys) and size < _BATCH_BYTES:
-                item = self._export(tier, keys[at])
-                at += 1
-                if item is not None:
-                    batch.append(item)
-                    size += item.tiles.nbytes
-            done &= self._put(tier, batch)
-        return done
+        done = list[bool]()
+
+        def batches() -> Iterator[Callable[[], None]]:
+            at = 0
+            while at < len(keys) and not self._stop:
+                batch, size = list[Exported](), 0
+                try:
+                    while at < len(keys) and size < _BATCH_BYTES:
+                        item = self._export(tier, keys[at])
+                        at += 1
+                        if item is not None:
+                            batch.append(item)
+                            size += item.tiles.nbytes
+                except BaseException:
+                    for item in batch:
+                        item.release()
+                    raise
+                yield lambda batch=batch: done.append(self._put(tier, batch))  # type: ignore[misc]
+
+        in_lanes(batches(), tier.lanes)
+        return all(done)
 
     def _export(self, tier: LowerTier, key: bytes) -> Exported | None:
         return self._front.export(key, _EXPORT_DEADLINE_S, in_place=tier.keeps_sums)

@@ -55,6 +55,10 @@ class LowerTier(Protocol):
     def usable(self) -> bool:
         """False while its breaker is open."""
 
+    @property
+    def lanes(self) -> int:
+        """How many batches are best copied to it at a time."""
+
     def own(self) -> None:
         """This process has become the one that copies to it."""
 
@@ -83,6 +87,7 @@ class LocalTier:
         self.counts = Counts()
 
     usable = True
+    lanes = 1
 
     def own(self) -> None:
         """See `LowerTier`."""
@@ -125,6 +130,11 @@ class RemoteTier:
     def usable(self) -> bool:
         """See `LowerTier`."""
         return self.store.breaker.closed
+
+    @property
+    def lanes(self) -> int:
+        """See `LowerTier`."""
+        return self.store.lanes
 
     def own(self) -> None:
         """See `LowerTier`."""
