@@ -29,10 +29,12 @@ from headwater.errors import StoreError
 from headwater.kv.hashing import ChunkRef
 from headwater.pool import Pool, Space
 from headwater.stores.embedded import destroy, open_embedded
+from headwater.stores.embedded.export import Exported
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.remote import open_remote
 from headwater.stores.remote.mooncake import MooncakeClient
 from headwater.stores.remote.store import RemoteStore
+from headwater.stores.tiers.copier import COPY_CHUNKS, export_batches
 from headwater.stores.tiers.lower import RemoteTier
 from headwater.stores.url import parse_url
 from headwater.stores.workers import in_lanes
@@ -73,18 +75,21 @@ class _OurSide:
         """Every chunk; the remote store is emptied before, outside the measured time."""
         self._tier.store.clear(None)
         start = time.perf_counter()
-        in_lanes((partial(self._write, group) for group in self._groups), self._tier.lanes)
-        return time.perf_counter() - start
+        for at in range(0, len(self._refs), COPY_CHUNKS):
+            order = self._caller.chunk_order[at : at + COPY_CHUNKS]
+            missing = self._tier.missing([self._refs[c].key for c in order])
+            if missing is None:
+                raise StoreError("the remote store did not answer in the middle of the benchmark")
+            batches = export_batches(self._front, self._tier, missing)
+            in_lanes((partial(self._put, batch) for batch in batches), self._tier.lanes)
+        seconds = time.perf_counter() - start
+        if self._tier.missing([ref.key for ref in self._refs]) != []:
+            raise StoreError("the copier lost a chunk in the middle of the benchmark")
+        return seconds
 
-    def _write(self, group: Sequence[int]) -> None:
-        if self._tier.missing([self._refs[c].key for c in group]) is None:  # the copier asks, too
-            raise StoreError("the remote store did not answer in the middle of the benchmark")
-        items = [self._front.export(self._refs[c].key, DEADLINE_S) for c in group]
-        exported = [item for item in items if item is not None]
-        if len(exported) < len(group):
-            raise StoreError("the pool lost a chunk in the middle of the benchmark")
-        _check(self._tier.put(exported))
-        for item in exported:
+    def _put(self, batch: Sequence[Exported]) -> None:
+        _check(self._tier.put(batch))
+        for item in batch:
             item.release()
 
     def read(self) -> None:

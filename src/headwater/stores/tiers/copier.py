@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import ClassVar
 
 from headwater.errors import HeadwaterError, StoreClosedError
@@ -27,8 +28,9 @@ from headwater.stores.workers import in_lanes
 log = logging.getLogger("headwater")
 
 _MOST_WAITING = 4096
-_BATCH_CHUNKS = 32
-_BATCH_BYTES = 128 << 20
+COPY_CHUNKS = 32
+"""That are looked at and copied together."""
+_BATCH_BYTES = 96 << 20
 _IDLE_S = 0.02
 _OWNER_POLL_S = 0.2
 _RETRY_S = 0.5
@@ -185,7 +187,7 @@ class Copier:
     def _step(self) -> bool:
         """Copy one batch, of what is new or else of what was missed; False where there is nothing to do now."""
         if self._waiting:
-            keys = [key for key, _ in zip(self._waiting, range(_BATCH_CHUNKS), strict=False)]
+            keys = [key for key, _ in zip(self._waiting, range(COPY_CHUNKS), strict=False)]
             self._copy(keys, [i for i, tier in enumerate(self._tiers) if tier.mode != "demote"])
             for key in keys:
                 self._waiting.pop(key, None)
@@ -210,8 +212,8 @@ class Copier:
     def _compare(self, numbers: Sequence[int]) -> Iterator[list[bytes]]:
         """Look through the whole first tier, parents first, and copy what these tiers lack."""
         found = sorted(self._front.scan(), key=lambda info: info.number) if numbers else []
-        for start in range(0, len(found), _BATCH_CHUNKS):
-            keys = [info.key for info in found[start : start + _BATCH_CHUNKS]]
+        for start in range(0, len(found), COPY_CHUNKS):
+            keys = [info.key for info in found[start : start + COPY_CHUNKS]]
             self._copy(keys, numbers)
             yield keys
 
@@ -233,8 +235,8 @@ class Copier:
             room -= info.num_bytes
             chosen.append(info)
         keys = [info.key for info in sorted(chosen, key=lambda info: info.number)]
-        for start in range(0, len(keys), _BATCH_CHUNKS):
-            self._copy(keys[start : start + _BATCH_CHUNKS], numbers)
+        for start in range(0, len(keys), COPY_CHUNKS):
+            self._copy(keys[start : start + COPY_CHUNKS], numbers)
         return False
 
     # ---- copying ------------------------------------------------------------------------------------------------
@@ -256,28 +258,19 @@ class Copier:
         """Copy chunks that a tier lacks, as many at once as fit into a batch; False where it must be tried again."""
         done = list[bool]()
 
-        def batches() -> Iterator[Callable[[], None]]:
-            at = 0
-            while at < len(keys) and not self._stop:
-                batch, size = list[Exported](), 0
-                try:
-                    while at < len(keys) and size < _BATCH_BYTES:
-                        item = self._export(tier, keys[at])
-                        at += 1
-                        if item is not None:
-                            batch.append(item)
-                            size += item.tiles.nbytes
-                except BaseException:
-                    for item in batch:
-                        item.release()
-                    raise
-                yield lambda batch=batch: done.append(self._put(tier, batch))  # type: ignore[misc]
+        def put(batch: Sequence[Exported]) -> None:
+            done.append(self._put(tier, batch))
 
-        in_lanes(batches(), tier.lanes)
+        def works() -> Iterator[Callable[[], None]]:
+            batches = export_batches(self._front, tier, keys)
+            while not self._stop and (batch := next(batches, None)) is not None:
+                yield partial(put, batch)
+
+        in_lanes(works(), tier.lanes)
         return all(done)
 
     def _export(self, tier: LowerTier, key: bytes) -> Exported | None:
-        return self._front.export(key, _EXPORT_DEADLINE_S, in_place=tier.keeps_sums)
+        return _export(self._front, tier, key)
 
     def _put(self, tier: LowerTier, batch: Sequence[Exported]) -> bool:
         if not batch:
@@ -319,6 +312,29 @@ class Copier:
             copier._early.clear()
             copier._backlog = None
             copier._wake = threading.Event()
+
+
+def export_batches(front: EmbeddedStore, tier: LowerTier, keys: Sequence[bytes]) -> Iterator[list[Exported]]:
+    """Chunks of the first tier, as many at a time as are best copied together. Whoever takes a batch releases it."""
+    at = 0
+    while at < len(keys):
+        batch, size = list[Exported](), 0
+        try:
+            while at < len(keys) and size < _BATCH_BYTES:
+                item = _export(front, tier, keys[at])
+                at += 1
+                if item is not None:
+                    batch.append(item)
+                    size += item.tiles.nbytes
+        except BaseException:
+            for item in batch:
+                item.release()
+            raise
+        yield batch
+
+
+def _export(front: EmbeddedStore, tier: LowerTier, key: bytes) -> Exported | None:
+    return front.export(key, _EXPORT_DEADLINE_S, in_place=tier.keeps_sums)
 
 
 class NoCopier:
