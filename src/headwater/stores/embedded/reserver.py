@@ -182,6 +182,8 @@ class Reserver:
         if record.parent_id != parent.record.id:
             return None
         if entry.state == COMPLETE:
+            if record.is_tail and record.num_tokens not in parent.tails:
+                self._index.add_tail(parent.cell, record.num_tokens)  # forgotten for newer ones, or damaged
             return Status.EXISTS
         if self.core.janitor.expired(entry):
             return None
