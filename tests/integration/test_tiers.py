@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Pool, open_pool
 from headwater.pool.space import Space
 from headwater.stores.base import Piece, Status, TierStats
-from headwater.stores.embedded.export import Exported
 from headwater.stores.events import EventKind
 from headwater.stores.remote.redis import RedisClient
 from headwater.stores.tiers import copier
@@ -228,21 +228,34 @@ def test_write_through_is_there_when_the_write_returns(redis_url: str, tmp_path:
 def test_two_batches_are_on_their_way_at_a_time(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each chunk is put once, and released."""
+    """But made visible one after the other, and all of them released."""
     monkeypatch.setattr(copier, "_BATCH_BYTES", 1)
     monkeypatch.setattr(RedisClient, "lanes", 2)
-    both, put, seen = threading.Barrier(2, timeout=30), RemoteTier.put, list[bytes]()
+    monkeypatch.setattr(copier.Copier, "_step", lambda self: False)  # only the write itself copies
+    at_once: dict[str, list[int]] = {}
 
-    def meet(tier: RemoteTier, chunks: Sequence[Exported]) -> list[Status]:
-        seen.extend(item.chunk.key for item in chunks)
-        both.wait()
-        return put(tier, chunks)
+    def counted(owner: type, name: str) -> None:
+        call, inside, seen = getattr(owner, name), set[int](), at_once.setdefault(name, [])
 
-    monkeypatch.setattr(RemoteTier, "put", meet)
+        def counting(*args: Any) -> Any:
+            inside.add(threading.get_ident())
+            seen.append(len(inside))
+            time.sleep(0.05)
+            try:
+                return call(*args)
+            finally:
+                inside.discard(threading.get_ident())
+
+        monkeypatch.setattr(owner, name, counting)
+
+    counted(RemoteTier, "put")
+    counted(RedisClient, "publish")
     with pool_of("shm", tmp_path, f"{redis_url}?prefix=two&write=through&lookup=5") as pool:
         space = open_space(pool)
         write(space, range(32))
-        assert sorted(seen) == sorted(chunk.key for chunk in space.keys(range(32)).chunks())
+        assert len(at_once["put"]) == 4
+        assert max(at_once["put"]) == 2
+        assert set(at_once["publish"]) == {1}, "lists of tails are changed by one at a time"
         with open_pool(f"{redis_url}?prefix=two&lookup=5") as bare:
             assert open_space(bare).match(space.keys(range(32))).num_tokens == 32
         assert not any(info.leased for info in pool._store._front.scan())  # type: ignore[attr-defined]
