@@ -6,6 +6,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 from headwater.errors import BackendError
+from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Pool, open_pool
 from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.stores.remote import mooncake_near, open_remote
+from headwater.stores.remote.mooncake import MooncakeClient
 from headwater.stores.remote.store import RemoteStore
 from headwater.stores.url import parse_url
 
@@ -64,7 +67,10 @@ def space_of(store: RemoteStore) -> Space:
 
 
 def write(space: Space, tenant: bytes = b"") -> None:
-    chunks = space.keys(TOKENS, tenant=tenant).chunks()
+    write_chunks(space, space.keys(TOKENS, tenant=tenant).chunks())
+
+
+def write_chunks(space: Space, chunks: Sequence[ChunkRef]) -> None:
     assert set(space.write(chunks, WHOLE, [local_tiles(SPEC, c, WHOLE) for c in chunks])) == {Status.OK}
 
 
@@ -192,6 +198,29 @@ def test_a_flipped_byte_in_own_memory_is_found(master: Server) -> None:
         assert read(space) == [Status.OK, Status.OK, Status.DAMAGED, Status.OK]
         assert read(space)[2] == Status.MISS
         store.clear(None)
+    finally:
+        store.close()
+
+
+def test_batches_that_are_published_at_once_lose_no_tail(master: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of tails is read, changed and written back."""
+    fetch = MooncakeClient.fetch
+
+    def late(*args: Any) -> Any:
+        found = fetch(*args)
+        time.sleep(0.05)
+        return found
+
+    monkeypatch.setattr(MooncakeClient, "fetch", late)
+    store = giving(master, "tails")
+    try:
+        space, parent = space_of(store), TOKENS[:16]
+        prompts = [[*parent, *TOKENS[: 1 + i]] for i in range(4)]
+        tails = [space.keys(prompt).chunks()[-1] for prompt in prompts]
+        write_chunks(space, space.keys(parent).chunks())
+        with ThreadPoolExecutor(len(tails)) as threads:
+            list(threads.map(lambda tail: write_chunks(space, [tail]), tails))
+        assert [space.match(space.keys(prompt)).num_tokens for prompt in prompts] == [len(p) for p in prompts]
     finally:
         store.close()
 

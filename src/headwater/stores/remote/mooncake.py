@@ -83,6 +83,8 @@ class MooncakeClient:
         self._wants_to_give = False
         self._near: NearMemory | None = None
         self._lock = ForkSafeLock()
+        self._listing = ForkSafeLock()
+        """Held while a list of tails is read, changed and written back: several batches are published at a time."""
         self._setting_up = threading.Lock()
         self._pid = os.getpid()
         self._closed = False
@@ -227,12 +229,13 @@ class MooncakeClient:
 
     def _list_tail(self, name: str, num_tokens: int, deadline: float) -> None:
         """Put a length in front. Two hosts that do so at once may lose one: a tail that is not found, nothing more."""
-        known = self._tails(name, deadline)
-        if known[:1] == (num_tokens,):
-            return
-        lengths = [num_tokens, *(n for n in known if n != num_tokens)][:MAX_TAILS]
-        value = _TAILS.pack(*lengths, *[0] * (MAX_TAILS - len(lengths)))
-        self._call(lambda store: store.upsert(name, value, self._replication), deadline)
+        with self._listing:
+            known = self._tails(name, deadline)
+            if known[:1] == (num_tokens,):
+                return
+            lengths = [num_tokens, *(n for n in known if n != num_tokens)][:MAX_TAILS]
+            value = _TAILS.pack(*lengths, *[0] * (MAX_TAILS - len(lengths)))
+            self._call(lambda store: store.upsert(name, value, self._replication), deadline)
 
     # ---- keeping and forgetting ---------------------------------------------------------------------------------
     def hear(self, log: str, after: Position | None, limit: int, deadline: float) -> Heard | None:

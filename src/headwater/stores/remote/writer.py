@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.kv.hashing import ChunkRef
-from headwater.locks import ForkSafeLock
 from headwater.stores.base import RootRef, Status, Tiles
 from headwater.stores.events import EventKind
 from headwater.stores.remote.announce import Announcer, Told
@@ -74,7 +73,6 @@ class RemoteWriter:
         self._memory = memory
         self._piece_bytes = piece_bytes
         self._described: set[bytes] = set()
-        self._publishing = ForkSafeLock()
 
     def store(self, chunks: Sequence[WholeChunk], deadline: float, *, ask: bool = True) -> list[Status]:
         """Store complete chunks, unless they are there, which need not be asked if it just was. TIMEOUT where the
@@ -103,10 +101,9 @@ class RemoteWriter:
             notice = self._announcer.notice(told)
             entries = zip(good, notice.values, strict=True)
             manifested = [self._announce(manifests[i], chunks[i].is_held, entry) for i, entry in entries]
-            with self._publishing:  # some backends read, change and write back their lists of tails
-                described = self._descriptions({chunks[i].root.key: chunks[i].root for i in good})
-                published = self._client.publish([*described, *manifested], deadline, notice.log)[len(described) :]
-                self._described |= {chunks[i].root.key for i in good}
+            described = self._descriptions({chunks[i].root.key: chunks[i].root for i in good})
+            published = self._client.publish([*described, *manifested], deadline, notice.log)[len(described) :]
+            self._described |= {chunks[i].root.key for i in good}
             for i, status in zip(good, published, strict=True):
                 statuses[i] = status
             self._announcer.happened([told[k] for k, status in enumerate(published) if status == Status.OK])
