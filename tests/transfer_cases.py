@@ -141,6 +141,12 @@ def random_layers(rng: random.Random, shard: Shard) -> range:
     return shard.layers[first : rng.randint(first + 1, len(shard.layers))]
 
 
+def random_parts(rng: random.Random, layers: range) -> list[range]:
+    """All of them, at once or in two calls."""
+    cut = rng.randint(0, len(layers))
+    return [part for part in (layers[:cut], layers[cut:]) if part]
+
+
 def check_gather(rng: random.Random, device: str, move_rows: Mover, spec: KVSpec | None = None) -> None:
     """Flat staging, and buffers with gaps that stay as they are, against the plain way."""
     case = random_case(rng, device, spec=spec)
@@ -150,7 +156,8 @@ def check_gather(rng: random.Random, device: str, move_rows: Mover, spec: KVSpec
     plan = case.plan
     offset = rng.choice((0, 0, 1, 8))
     room = torch.full((plan.staged_bytes(len(layers)) + 40,), 0xA5, dtype=torch.uint8, device=device)
-    move_rows(build_move(plan, layers, room[offset:], writable=True), scatter=False)
+    for part in random_parts(rng, layers):
+        move_rows(build_move(plan, part, room[offset:], writable=True, held=layers), scatter=False)
     flat = b"".join(tiles.tobytes() for tiles in expected)
     assert room.cpu().numpy().tobytes() == b"\xa5" * offset + flat + b"\xa5" * (40 - offset)
 
@@ -239,7 +246,8 @@ def check_sums(rng: random.Random, device: str, move_rows: Mover, finish: Callab
     plan, layers = plan_spans(view, shard, spans), random_layers(rng, shard)
     flat = torch.empty(plan.staged_bytes(len(layers)), dtype=torch.uint8, device=device)
     sums = torch.full((len(flat) // SUM_BYTES + 1, 8), -1, dtype=torch.int64, device=device)
-    move_rows(build_move(plan, layers, flat, writable=True, sums=sums), scatter=False)
+    for part in random_parts(rng, layers):
+        move_rows(build_move(plan, part, flat, writable=True, sums=sums, held=layers), scatter=False)
     found = 0
     for group, tiles in zip(plan.groups, plan.staged(flat, len(layers)), strict=True):
         start = tiles.data_ptr() - flat.data_ptr()

@@ -68,7 +68,7 @@ class Step:
         return [np.stack(layers) for layers in found]
 
 
-def check_layer_save(url: str, device: str, tp: int, ring: int) -> None:
+def check_layer_save(url: str, device: str, tp: int, ring: int, group_bytes: int = 1) -> None:
     """Two requests in one step, saved by every rank; the blocks are overwritten as soon as the stream may."""
     with open_space(url) as (pool, space, chunks):
         other = space.keys(list(range(1000, 1000 + 3 * space.chunk_tokens))).refs(3)
@@ -87,7 +87,9 @@ def check_layer_save(url: str, device: str, tp: int, ring: int) -> None:
                 while done < len(request[0]):
                     if saver is None:
                         view, blocks = make_cache(shard, device, ORDERS[rank % 3])
-                        saver = DeviceSaver(space, view, shard, staging_bytes=ring, group_bytes=1, deadline_s=10.0)
+                        saver = DeviceSaver(
+                            space, view, shard, staging_bytes=ring, group_bytes=group_bytes, deadline_s=10.0
+                        )
                     part = request[0][done : done + room]
                     step = Step(view, shard, part, blocks)
                     if (shard.heads.start, shard.replica > 0) == (shard.heads.start, True):
@@ -300,6 +302,52 @@ def check_abandoned(url: str, device: str) -> None:
         assert pool.stats().store.pending_bytes == 0
         out = [space.empty(chunk, shard) for chunk in chunks[:2]]
         assert set(space.read(chunks[:2], shard, out, deadline_s=30)) == {Status.OK}
+        assert all(np.array_equal(*pair) for pair in zip(out, step.tiles(), strict=True))
+
+
+def check_never_computed(url: str, device: str) -> None:
+    """A step that fails before its first layer: what the other rank has stored of its chunks is of no use."""
+    with open_space(url) as (pool, space, chunks):
+        savers = []
+        for rank in range(2):
+            shard = Topology(tp=2).shard(SPEC, tp_rank=rank)
+            view, blocks = make_cache(shard, device)
+            savers.append(DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=10.0))
+        savers[1].save(chunks[:4], blocks)
+        assert savers[1].drain(30)
+        assert pool.stats().store.pending_bytes == 4 * EXTENT
+        savers[0].begin(chunks[:4], blocks)
+        savers[0].discard()
+        assert savers[0].drain(30)
+        assert savers[0].num_dropped == 4
+        assert pool.stats().store.pending_bytes == 0
+        for saver in savers:
+            saver.close()
+
+
+def check_late_gathers(url: str) -> None:
+    """On a GPU: gathers beside the computation that have not even begun when the last layer is computed."""
+    with open_space(url) as (_, space, chunks):
+        shard = whole_shard(SPEC)
+        view, blocks = make_cache(shard, "cuda")
+        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=10.0)
+        # The first one gets all memory that there will be, and leaves the numbers of other blocks in it.
+        others = space.keys(list(range(5000, 5000 + space.chunk_tokens * 12))).refs(12)
+        for part, where, late in ((others, blocks[::-1].copy(), False), (chunks, blocks, True)):
+            step = Step(view, shard, part, where)
+            for layer in range(SPEC.num_layers):
+                step.write(layer)
+            with computing("cuda"):
+                if late:
+                    with saver._beside.use():
+                        torch.cuda._sleep(50 * SLOW_CYCLES)
+                saver.begin(part, where)
+                for layer in range(SPEC.num_layers):
+                    saver.layer_done(layer)
+            assert saver.drain(30)
+        saver.close()
+        out = [space.empty(chunk, shard) for chunk in chunks]
+        assert set(space.read(chunks, shard, out, deadline_s=30)) == {Status.OK}
         assert all(np.array_equal(*pair) for pair in zip(out, step.tiles(), strict=True))
 
 

@@ -15,9 +15,11 @@ from transfer_layer_cases import (  # noqa: E402
     check_abandoned,
     check_deadline,
     check_full_ring,
+    check_late_gathers,
     check_layer_damage,
     check_layer_load,
     check_layer_save,
+    check_never_computed,
 )
 from transfer_pool_cases import EXTENT, check_bounds, check_damage, check_load, check_save, check_save_together  # noqa: E402
 
@@ -67,6 +69,12 @@ def test_saved_layer_by_layer_beside_a_slow_stream(url, tp, ring):
     assert not registered._uses
 
 
+@pytest.mark.parametrize("group_bytes", [2 * EXTENT // 8, 2 * EXTENT, 6 * EXTENT])
+@pytest.mark.parametrize("tp", [1, 8])
+def test_saved_in_groups_of_layers(url, tp, group_bytes):
+    check_layer_save(url, "cuda", tp, 64 * EXTENT, group_bytes)
+
+
 @pytest.mark.parametrize("ring", [2 * EXTENT // 8, 64 * EXTENT])
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_loaded_layer_by_layer_for_a_stream_that_waits(url, tp, ring):
@@ -84,6 +92,14 @@ def test_a_full_ring_in_the_middle_of_a_step(url):
 
 def test_a_step_that_was_not_finished(url):
     check_abandoned(url, "cuda")
+
+
+def test_a_step_that_was_not_begun(url):
+    check_never_computed(url, "cuda")
+
+
+def test_gathers_that_begin_after_the_last_layer(url):
+    check_late_gathers(url)
 
 
 def test_nobody_waits_longer_than_the_deadline(url):

@@ -241,6 +241,11 @@ def test_buffers_that_do_not_fit() -> None:
     for out in wrong:
         with pytest.raises(BufferMismatchError):
             gather(plan, layers, out)
+    flat = torch.zeros(plan.staged_bytes(1), dtype=torch.uint8)
+    with pytest.raises(BufferMismatchError):
+        gather(plan, layers[:1], flat, held=layers)
+    with pytest.raises(InvalidArgumentError, match="for staging of"):
+        gather(plan, layers[:1], flat, held=layers[1:])
     scatter(plan, layers, [read_only])
     for bad in (range(0), range(2, 4), range(2, 0, -1)):
         with pytest.raises(InvalidArgumentError, match="ascending"):

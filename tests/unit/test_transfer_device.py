@@ -26,6 +26,7 @@ from transfer_layer_cases import (  # noqa: E402
     check_layer_damage,
     check_layer_load,
     check_layer_save,
+    check_never_computed,
 )
 from transfer_pool_cases import (  # noqa: E402
     EXTENT,
@@ -112,6 +113,12 @@ def test_layer_by_layer(tp: int, ring: int) -> None:
     check_layer_load(MAPPED, "cpu", tp, ring)
 
 
+@pytest.mark.parametrize("group_bytes", [2 * EXTENT // 8, 2 * EXTENT, 6 * EXTENT])
+@pytest.mark.parametrize("tp", [1, 8])
+def test_in_groups_of_layers(tp: int, group_bytes: int) -> None:
+    check_layer_save(MAPPED, "cpu", tp, 64 * EXTENT, group_bytes)
+
+
 def test_layer_by_layer_where_the_store_is_not_mapped(tmp_path: Path) -> None:
     check_layer_save(f"file://{tmp_path}/a?capacity=32MiB", "cpu", 2, 16 * EXTENT)
     check_layer_load(f"file://{tmp_path}/b?capacity=32MiB", "cpu", 2, 4 * EXTENT)
@@ -128,6 +135,10 @@ def test_a_full_ring_in_the_middle_of_a_step() -> None:
 
 def test_a_step_that_was_not_finished() -> None:
     check_abandoned(MAPPED, "cpu")
+
+
+def test_a_step_that_was_not_begun() -> None:
+    check_never_computed(MAPPED, "cpu")
 
 
 def test_nobody_waits_longer_than_the_deadline() -> None:

@@ -408,7 +408,7 @@ def _interference(bench: TransferBench, rank: _Rank, out_rate: float, device: to
             saver.save(chunks, rank.blocks)
 
     turns = {"alone": lambda number: None, "layers": layer, "at_once": whole, "again": lambda number: None}
-    rounds = take_turns({name: partial(timed, name, after) for name, after in turns.items()}, bench.pairs + 2)
+    rounds = take_turns({name: partial(timed, name, after) for name, after in turns.items()}, 3 * bench.pairs)
     saver.drain(_DEADLINE_S)
     return {
         "interference": rounds.ratio("layers", "alone"),

@@ -131,14 +131,18 @@ class Compact:
     """The extent side of all spans in one piece: `[span][layer][head][plane][token][dim]` without gaps."""
 
     address: int
+    num_layers: int
+    """Layers that it holds; those that are moved are consecutive ones of them."""
+    first_layer: int = 0
+    """Which of them is the first that is moved."""
 
-    def targets(self, pages: Pages, spans: Spans, num_layers: int, num_heads: int) -> list[Target]:
+    def targets(self, pages: Pages, spans: Spans, num_heads: int) -> list[Target]:
         """The same, span by span."""
         found = []
         for before, rows in zip(spans.rows_before.tolist(), spans.num_rows.tolist(), strict=True):
             tile = rows * pages.token_bytes
-            start = self.address + before * pages.token_bytes * num_layers * num_heads
-            found.append(Target(start, num_heads * tile, tile))
+            start = before * pages.token_bytes * self.num_layers + self.first_layer * tile
+            found.append(Target(self.address + start * num_heads, num_heads * tile, tile))
         return found
 
 
@@ -171,7 +175,10 @@ class Move:
             f"consecutive heads below {self.pages.num_heads}",
             heads=self.heads,
         )
-        if not isinstance(self.staged, Compact):
+        if isinstance(self.staged, Compact):
+            first, held = self.staged.first_layer, self.staged.num_layers
+            require(0 <= first <= held - len(self.layers), f"{len(self.layers)} of {held} layers", first=first)
+        else:
             num_spans = len(self.spans.num_rows)
             require(len(self.staged) == num_spans, f"one target for each of {num_spans} spans", given=len(self.staged))
 
@@ -179,7 +186,7 @@ class Move:
     def targets(self) -> Sequence[Target]:
         """The extent side, span by span."""
         if isinstance(self.staged, Compact):
-            return self.staged.targets(self.pages, self.spans, len(self.layers), len(self.heads))
+            return self.staged.targets(self.pages, self.spans, len(self.heads))
         return self.staged
 
     @property

@@ -23,6 +23,20 @@ _UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 _MAX_COLUMNS_BYTES = 4096
 
+_NUMBERS = [
+    "num_spans",
+    "token_blocks",
+    "staged_layers",
+    "first_staged",
+    "first_layer",
+    "layer_step",
+    "num_heads",
+    "first_head",
+    "token_bytes",
+]
+"""What differs from call to call. Triton would compile once more for a 1 and for multiples of 16, and whoever saves or
+loads would wait for it."""
+
 
 class CopyConfig(NamedTuple):
     """How the rows are cut into programs."""
@@ -46,8 +60,10 @@ def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = N
         return
     num_spans, num_heads = len(spans.num_rows), len(move.heads)
     device_spans = spans.upload(pages.device) if move.device_spans is None else move.device_spans
+    staged_layers, first_staged = 0, 0
     if isinstance(move.staged, Compact):
         address, targets = move.staged.address, device_spans
+        staged_layers, first_staged = move.staged.num_layers, move.staged.first_layer
         alignment = common_alignment([pages.alignment, address])
     else:
         table = np.array(move.staged, np.int64)
@@ -74,7 +90,8 @@ def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = N
         xxh3_keys(pages.device) if has_sums else device_spans,
         num_spans,
         token_blocks,
-        len(move.layers),
+        staged_layers,
+        first_staged,
         move.layers.start,
         move.layers.step,
         num_heads,
@@ -96,7 +113,7 @@ def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = N
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _move_kernel(
     planes,
     spans,
@@ -106,7 +123,8 @@ def _move_kernel(
     keys,
     num_spans,
     token_blocks,
-    num_layers,
+    staged_layers,
+    first_staged,
     first_layer,
     layer_step,
     num_heads,
@@ -150,7 +168,8 @@ def _move_kernel(
     tile_bytes = num_rows * token_bytes
     if COMPACT:
         before = tl.load(spans + 3 * num_spans + span)
-        in_extent = address + (before * num_layers * token_bytes + layer * tile_bytes) * num_heads + head * tile_bytes
+        in_staging = before * staged_layers * token_bytes + (first_staged + layer) * tile_bytes
+        in_extent = address + in_staging * num_heads + head * tile_bytes
     else:
         target = targets + span * 3
         in_extent = tl.load(target) + layer * tl.load(target + 1) + head * tl.load(target + 2)
@@ -166,8 +185,8 @@ def _move_kernel(
         here = tl.load(cache_rows[:, None] + unit_column[None, :], mask=valid[:, None], other=0)
         tl.store(extent_rows[:, None] + unit_column[None, :], here, mask=valid[:, None])
         in_tile = tl.load(plane + 6) * num_rows + first_row * row_bytes
-        before_tile = tl.load(spans + 3 * num_spans + span) * num_layers * token_bytes * num_heads
-        before_tile += (layer * num_heads + tl.program_id(2)) * tile_bytes
+        before_tile = tl.load(spans + 3 * num_spans + span) * staged_layers * token_bytes * num_heads
+        before_tile += ((first_staged + layer) * num_heads + tl.program_id(2)) * tile_bytes
         kib = tl.arange(0, TOKENS * COLUMNS // 128)
         words = tl.reshape(here, (TOKENS * COLUMNS // 128, 64, 2)).to(tl.uint64, bitcast=True)
         even, odd = add_up(words, in_tile // 1024 + kib, (tile_bytes - 1) // 64, keys)

@@ -21,7 +21,7 @@ def post_triton(source: Tensor, target: Tensor) -> None:
         _post_kernel[(ceil_div(count, _BLOCK),)](as_bytes(source), as_bytes(target), count, BLOCK=_BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _post_kernel(source, target, count, BLOCK: tl.constexpr):
     """Some elements, one after another."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -31,7 +31,7 @@ def _nowhere(device: torch.device) -> Tensor:
     return torch.zeros(_BLOCK, dtype=torch.int32, device=device)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_row", "count", "pitch"])
 def _touch_kernel(starts, nowhere, per_row, count, pitch, STEP: tl.constexpr, BLOCK: tl.constexpr):
     """Some words of one piece. They are kept only so that the compiler does not leave the reading out."""
     lane = tl.arange(0, BLOCK)

@@ -43,6 +43,9 @@ _LENGTH = tl.constexpr(PRIME64_1)
 _AVALANCHE = tl.constexpr(0x165667919E3779F9)
 
 # Where each group of words begins in the table of `xxh3_keys`.
+_PLACE = ("size_1", "size_2", "stride_0", "stride_1", "stride_2")
+"""Like all numbers here, the same for any value: Triton would compile once more for a 1 and for multiples of 16."""
+
 _ACCUMULATE, _START, _MIX, _LAST, _MERGE = (tl.constexpr(at) for at in (0, 128, 136, 144, 152))
 
 
@@ -217,7 +220,7 @@ def _add_pairs(even, odd, valid, keys):
     return even_lanes, odd_lanes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_PLACE, "num_blocks", "num_stripes"])
 def _sum_kernel(
     tiles,
     sums,
@@ -254,7 +257,7 @@ def _sum_kernel(
     tl.store(target + 4, odd_lanes.to(tl.int64), mask=(block < num_blocks)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_PLACE, "num_tiles", "num_blocks", "length"])
 def _finish_kernel(
     tiles,
     sums,

@@ -176,14 +176,16 @@ def join_plans(plans: Sequence[Plan]) -> Plan:
     return Plan(plans[0].view, plans[0].shard, Spans(*(np.concatenate(table) for table in tables)))
 
 
-def gather(plan: Plan, layers: range, out: Staging, sums: Tensor | None = None) -> None:
+def gather(plan: Plan, layers: range, out: Staging, sums: Tensor | None = None, *, held: range | None = None) -> None:
     """Copy the spans' KV of these layers (numbers of the whole model) into extent order.
+
+    Flat staging may be for more layers than these, `held`: they get their places among them.
 
     On CUDA: one launch on the current stream, without waiting. Raises BufferMismatchError where `out` does not fit.
     A `RawBuffer` is trusted: on CUDA it must be memory of the device, or host memory registered with it. Where flat
     staging has `sums` beside it, `staged_checksums` takes them from there.
     """
-    gather_rows(build_move(plan, layers, out, writable=True, sums=sums))
+    gather_rows(build_move(plan, layers, out, writable=True, sums=sums, held=held))
 
 
 def scatter(plan: Plan, layers: range, source: Staging) -> None:
@@ -191,7 +193,15 @@ def scatter(plan: Plan, layers: range, source: Staging) -> None:
     scatter_rows(build_move(plan, layers, source, writable=False))
 
 
-def build_move(plan: Plan, layers: range, staging: Staging, *, writable: bool, sums: Tensor | None = None) -> Move:
+def build_move(
+    plan: Plan,
+    layers: range,
+    staging: Staging,
+    *,
+    writable: bool,
+    sums: Tensor | None = None,
+    held: range | None = None,
+) -> Move:
     """Check the arguments of `gather` and `scatter` and turn them into what kernels take."""
     view, shard = plan.view, plan.shard
     if not layers or layers.step < 1 or any(layer not in shard.layers for layer in layers):
@@ -203,9 +213,11 @@ def build_move(plan: Plan, layers: range, staging: Staging, *, writable: bool, s
     heads = range(first_head, first_head + len(shard.heads))
     staged: Compact | list[Target]
     if isinstance(staging, (Tensor, np.ndarray)) and staging.ndim == 1:
-        needed = plan.staged_bytes(len(layers))
-        target = _target(staging, (needed,), view.device, writable, at_least=True)
-        staged = Compact(target.address)
+        held = layers if held is None else held
+        if layers[0] not in held or layers[-1] not in held or (len(layers) > 1 and held.step != layers.step):
+            raise InvalidArgumentError(f"layers {layers} were given for staging of {held}")
+        target = _target(staging, (plan.staged_bytes(len(held)),), view.device, writable, at_least=True)
+        staged = Compact(target.address, len(held), held.index(layers[0]))
     else:
         if len(staging) != plan.num_spans:
             raise BufferMismatchError(f"{len(staging)} buffers were given for {plan.num_spans} spans")

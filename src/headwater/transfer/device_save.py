@@ -36,11 +36,13 @@ class SaveJob:
     plan: Plan
     groups: list[range]
     num_layers: int = 0
-    """Layers that are computed. This and the next two belong to the thread that launches."""
+    """Layers that are computed. This and the next three belong to the thread that launches."""
     num_gathered: int = 0
     """Groups that have left the cache."""
     num_kept: int = field(init=False)
     """Chunks, from the first on, that have not been given up."""
+    rooms: list[tuple[range, Plan, Room]] = field(default_factory=list)
+    """Where the layers of the next group go to: numbers of chunks, their part of the plan, and the place."""
     targets: dict[int, Target] = field(default_factory=dict)
     """By number of the chunk. This and all that follows belongs to the sender's thread."""
     is_open: bool = False
@@ -55,6 +57,11 @@ class SaveJob:
 
     def __post_init__(self) -> None:
         self.num_kept = self.num_alive = len(self.chunks)
+
+    @property
+    def group(self) -> range:
+        """The layers that leave the cache now."""
+        return self.groups[self.num_gathered]
 
 
 @dataclass(eq=False)
@@ -82,6 +89,8 @@ class Open(NamedTuple):
     """Reserve a job's extents: its layers will follow."""
 
     job: SaveJob
+    first_layer: Mark
+    """The end of its first one on the device."""
 
 
 class Cut(NamedTuple):
@@ -98,9 +107,11 @@ class GiveUp(NamedTuple):
 
 
 class PassOn(NamedTuple):
-    """Give room back that was not used."""
+    """Give room back of which nothing will be stored."""
 
     room: Room
+    unused: Mark
+    """When nobody writes into it any more."""
 
 
 class Batch(NamedTuple):

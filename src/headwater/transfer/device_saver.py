@@ -1,9 +1,9 @@
 """From a GPU's paged cache into the pool, at the speed of the bus: the host touches no byte of KV.
 
 `save` launches one gather on the caller's stream and returns; the cache's blocks may then be reused by whatever that
-stream runs next. `begin` and `layer_done` take a prompt's KV out group by group of layers, while the next layers are
-computed. A thread (`Sender`) does the rest. When the ring is full the rest is dropped and counted: saving never slows
-the engine down.
+stream runs next. `begin` and `layer_done` take a prompt's KV out layer by layer, while the next ones are computed, and
+pass it on in groups of layers. A thread (`Sender`) does the rest. When the ring is full the rest is dropped and
+counted: saving never slows the engine down.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
@@ -51,11 +52,12 @@ class DeviceSaver:
         """Of one chunk."""
         self.ring = DeviceRing(layers * heads * tile, staging_bytes, view.device, with_sums=True)
         self._beside = Lane(view.device)
-        self._gathering: Mark | None = None
-        """The newest gather that may still run beside the caller's stream."""
+        self._is_beside = False
+        """Whether gathers may run there that the caller's stream has not waited for."""
         self._passed: Mark = OVER
-        """The end of the newest group of layers that was launched."""
+        """Where the newest group of layers begins."""
         self._open: list[SaveJob] = []
+        """Of one step, so all of them are at the same layer and have the same groups."""
         self._num_full = 0
         self._sender = Sender(space, view, shard, self.ring, deadline_s)
 
@@ -102,10 +104,10 @@ class DeviceSaver:
             try:
                 job = SaveJob(chunks[spans.start : spans.stop], plan.part(spans), [self._shard.layers])
             except BaseException:
-                self._sender.pass_on(room)
+                self._sender.pass_on(room, OVER)
                 raise
             self._sender.count(room.num_units)
-            self._gather(job, range(room.num_units), room, is_last=True)
+            self._gather(job, room)
             done += room.num_units
 
     # ---- layer by layer -----------------------------------------------------------------------------------------
@@ -115,32 +117,54 @@ class DeviceSaver:
         self._end([job for job in self._open if job.num_layers])
         if not chunks:
             return
-        groups = layer_groups(self._shard.layers, self._layer_bytes * len(chunks), self._group_bytes)
-        job = SaveJob(chunks, plan_chunks(self._view, self._shard, chunks, block_ids), groups)
-        self._open.append(job)
+        self._open.append(SaveJob(chunks, plan_chunks(self._view, self._shard, chunks, block_ids), []))
         self._sender.count(len(chunks))
-        self._sender.open(job)
 
     def layer_done(self, layer: int) -> None:
         """The current stream has been told to write the KV of one layer (of the whole model). Does not wait.
 
-        A group of layers is gathered beside what the stream runs next; after the shard's last layer, the stream goes on
-        when everything has left the cache.
+        It is gathered beside what the stream runs next; after the shard's last layer, the stream goes on when
+        everything has left the cache. Raises what a launch raises; the step's saves are given up then.
         """
         if layer not in self._shard.layers:
             return
         skipped = [job for job in self._open if self._shard.layers[job.num_layers] != layer]
         self._end(skipped)  # a step that was not finished, and another one now
+        lane = current_lane(self._view.device)
+        if layer == self._shard.layers[-1]:
+            self._join(lane)
+        if not self._open:
+            return
+        computed = lane.mark(blocking=True)
+        if layer == self._shard.layers[0]:
+            self._begin_step(computed)
+        if layer != self._shard.layers[-1]:
+            self._beside.wait(computed)
+            lane, self._is_beside = self._beside, True
+        try:
+            if layer == self._open[0].group[0]:
+                before, self._passed = self._passed, computed
+                for job in self._open:
+                    self._take_rooms(job, before)
+            for job in self._open:
+                self._gather_layer(job, layer, lane)
+        except BaseException:
+            self._end(list(self._open))
+            raise
+        self._open = [job for job in self._open if job.num_layers < len(self._shard.layers) and job.num_kept]
+
+    def _begin_step(self, first_layer: Mark) -> None:
+        num_chunks = sum([len(job.chunks) for job in self._open])
+        groups = layer_groups(self._shard.layers, self._layer_bytes * num_chunks, self._group_bytes)
         for job in self._open:
-            job.num_layers += 1
-        if ready := [job for job in self._open if layer == job.groups[job.num_gathered][-1]]:
-            before, self._passed = self._passed, current_lane(self._view.device).mark()
-            for job in ready:
-                self._gather_group(job, before)
-        self._open = [job for job in self._open if job.num_gathered < len(job.groups) and job.num_kept]
-        if layer == self._shard.layers[-1] and self._gathering is not None:
-            current_lane(self._view.device).wait(self._gathering)
-            self._gathering = None
+            job.groups = groups
+            self._sender.open(job, first_layer)
+
+    def _join(self, lane: Lane) -> None:
+        """Let a lane wait for what was launched beside it."""
+        if self._is_beside:
+            lane.wait(self._beside.mark())
+            self._is_beside = False
 
     @property
     def has_open(self) -> bool:
@@ -150,9 +174,7 @@ class DeviceSaver:
     def discard(self) -> None:
         """The step failed: give up what was begun. Its blocks may be reused by the current stream."""
         self._end(list(self._open))
-        if self._gathering is not None:
-            current_lane(self._view.device).wait(self._gathering)
-            self._gathering = None
+        self._join(current_lane(self._view.device))
 
     # ---- the end ------------------------------------------------------------------------------------------------
     def wait_for_room(self, num_chunks: int, timeout_s: float) -> bool:
@@ -173,58 +195,69 @@ class DeviceSaver:
         self._sender.close(timeout_s)
 
     # ---- gathering ----------------------------------------------------------------------------------------------
-    def _gather_group(self, job: SaveJob, before: Mark) -> None:
-        """Gather a job's next group of layers; chunks that there is no room for are given up, from the last on."""
-        layers = job.groups[job.num_gathered]
-        unit, done, rooms = len(layers) * self._layer_bytes, 0, list[Room]()
-        # Whoever launches a step is far ahead of the device. As long as that has not come to the end of the group
-        # before, it has work left, and waiting for room costs it nothing.
+    def _take_rooms(self, job: SaveJob, before: Mark) -> None:
+        """Room for a job's next group of layers; chunks that there is none for are given up, from the last on."""
+        unit, done = len(job.group) * self._layer_bytes, 0
+        # Whoever launches a step is far ahead of the device. As long as that has not come to where the group before
+        # began, it has work left, and waiting for room costs it nothing.
         while done < job.num_kept and (
             room := self.ring.take_while(unit, job.num_kept - done, lambda: not before.query())
         ):
-            rooms.append(room)
+            spans = range(done, done + room.num_units)
+            job.rooms.append((spans, job.plan.part(spans), room))
             done += room.num_units
         if done < job.num_kept:
             self._num_full += job.num_kept - done
             job.num_kept = done
             self._sender.cut(job, done)
-        is_last = job.num_gathered == len(job.groups) - 1
-        done = 0
-        for number, room in enumerate(rooms):
-            spans, nothing_follows = range(done, done + room.num_units), is_last and number == len(rooms) - 1
-            try:
-                self._gather(job, spans, room, nothing_follows, beside=not is_last)
-            except BaseException:
-                for unused in rooms[number + 1 :]:
-                    self._sender.pass_on(unused)
-                raise
-            done += room.num_units
-        job.num_gathered += 1
 
-    def _gather(self, job: SaveJob, spans: range, room: Room, is_last: bool, *, beside: bool = False) -> None:
-        """Launch one gather and hand it to the sender, also where the launch fails: the room must go back in order."""
-        layers, lane, plan = job.groups[job.num_gathered], current_lane(self._view.device), None
-        if beside:
-            self._beside.wait(lane.mark())
-            lane = self._beside
-        flat, sums = self.ring.flat(room, len(layers) * self._layer_bytes), self.ring.sums(room)
+    def _gather_layer(self, job: SaveJob, layer: int, lane: Lane) -> None:
+        """Launch the gathers of one layer: small ones hide where a computation leaves some of the device idle. After a
+        group's last layer, hand the group to the sender."""
+        group = job.group
+        at, is_last = group.index(layer), layer == self._shard.layers[-1]
+        with lane.use():
+            for _, plan, room in job.rooms:
+                gather(plan, group[at : at + 1], *self._memory(room, len(group)), held=group)
+        job.num_layers += 1
+        if layer != group[-1]:
+            return
+        mark, rooms = lane.mark(), job.rooms
+        job.rooms, job.num_gathered = [], job.num_gathered + 1
+        for number, (spans, plan, room) in enumerate(rooms):
+            memory = self._memory(room, len(group))
+            nothing_follows = is_last and number == len(rooms) - 1
+            self._sender.send(Gathered(job, spans, group, plan, *memory, room, mark, nothing_follows))
+
+    def _gather(self, job: SaveJob, room: Room) -> None:
+        """Launch one gather of all layers and hand it to the sender, also where the launch fails: the room must go back
+        in order."""
+        layers, lane, plan = self._shard.layers, current_lane(self._view.device), None
+        memory = self._memory(room, len(layers))
         try:
-            part = job.plan.part(spans)
-            with lane.use():
-                gather(part, layers, flat, sums)
-            plan = part
+            gather(job.plan, layers, *memory)
+            plan = job.plan
         finally:
-            mark = lane.mark()
-            if beside:
-                self._gathering = mark
-            self._sender.send(Gathered(job, spans, layers, plan, flat, sums, room, mark, is_last))
+            spans = range(room.num_units)
+            self._sender.send(Gathered(job, spans, layers, plan, *memory, room, lane.mark(), is_last=True))
+
+    def _memory(self, room: Room, num_layers: int) -> tuple[Tensor, Tensor | None]:
+        """Where a gather puts so many layers, and what it adds up of them."""
+        return self.ring.flat(room, num_layers * self._layer_bytes), self.ring.sums(room)
 
     def _end(self, jobs: list[SaveJob]) -> None:
         """Give up what is left of some open jobs."""
+        unused = OVER
+        if any(job.rooms for job in jobs):
+            lane = current_lane(self._view.device)
+            self._join(lane)
+            unused = lane.mark(blocking=True)
         for job in jobs:
             self._open.remove(job)
+            for _, _, room in job.rooms:
+                self._sender.pass_on(room, unused)
             self._num_full += job.num_kept
-            job.num_kept = 0
+            job.num_kept, job.rooms = 0, []
             self._sender.cut(job, 0)
 
 

@@ -95,9 +95,9 @@ class Sender:
         with self._settled:
             self._num_unsettled += num_chunks
 
-    def open(self, job: SaveJob) -> None:
-        """Reserve a job's extents now: its layers will follow."""
-        self._queue.put(Open(job))
+    def open(self, job: SaveJob, first_layer: Mark) -> None:
+        """Reserve a job's extents when its first layer is computed: the others will follow."""
+        self._queue.put(Open(job, first_layer))
 
     def send(self, work: Gathered) -> None:
         """Store what was gathered."""
@@ -111,9 +111,9 @@ class Sender:
         """Tell this server's other ranks that these chunks will not be complete."""
         self._queue.put(GiveUp(chunks))
 
-    def pass_on(self, room: Room) -> None:
-        """Give room back that was not used, in its turn."""
-        self._queue.put(PassOn(room))
+    def pass_on(self, room: Room, unused: Mark) -> None:
+        """Give room back of which nothing will be stored, in its turn, when nobody writes into it any more."""
+        self._queue.put(PassOn(room, unused))
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything that was counted is settled."""
@@ -150,18 +150,24 @@ class Sender:
         if isinstance(item, Gathered):
             self._send(item)
         elif isinstance(item, Open):
-            self._open(item.job)
+            self._open(item)
         elif isinstance(item, Cut):
             self._cut(item.job, item.num_kept)
         elif isinstance(item, PassOn):
             self._finish_all()
+            item.unused.synchronize()
             self._ring.give_back(item.room.num_bytes)
         else:
             self._space.abort(item.chunks)
 
-    def _open(self, job: SaveJob) -> None:
+    def _open(self, item: Open) -> None:
+        """Not at once: whoever launches a step has no lead over the device yet, and would share the interpreter."""
+        job = item.job
         job.is_open = True
         try:
+            while self._in_flight and not item.first_layer.query():
+                self._finish()
+            item.first_layer.synchronize()
             job.in_place = self._in_place and self._reserve(job, range(len(job.chunks)))
         except Exception:
             self._fail(job)
@@ -417,7 +423,7 @@ class Sender:
                 if (target := job.targets.pop(span, None)) is not None:
                     self._filling.discard(job.chunks[span].key)
                     target.extent.abort()
-            if not job.in_place:
+            if not (job.is_open and job.in_place):
                 self._space.abort(job.chunks[num_kept:])
         finally:
             self._settle(job, len(lost))
