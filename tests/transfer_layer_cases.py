@@ -14,12 +14,14 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
+from headwater.transfer import device_saver
 from headwater.transfer.convert import Span, gather, plan_spans, scatter
 from headwater.transfer.device_loader import DeviceLoader
 from headwater.transfer.device_saver import DeviceSaver
@@ -323,6 +325,69 @@ def check_never_computed(url: str, device: str) -> None:
         assert pool.stats().store.pending_bytes == 0
         for saver in savers:
             saver.close()
+
+
+def check_failed_launch(url: str, device: str, layer: int) -> None:
+    """Two requests in a step, and a launch for the second one fails: no room is lost, no chunk counted twice."""
+    with open_space(url) as (pool, space, chunks):
+        shard = whole_shard(SPEC)
+        view, blocks = make_cache(shard, device)
+        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=12 * EXTENT, deadline_s=10.0)
+        other = space.keys(list(range(1000, 1000 + 3 * space.chunk_tokens))).refs(3)
+        step = Step(view, shard, chunks, blocks)
+        failing = [False] * (2 * layer + 1) + [True]
+
+        def gather_or_fail(*args: Any, **options: Any) -> None:
+            if failing and failing.pop(0):
+                raise MemoryError
+            gather(*args, **options)
+
+        for number in range(SPEC.num_layers):
+            step.write(number)
+        saver.begin(chunks, blocks)
+        saver.begin(other, blocks)
+        with patch.object(device_saver, "gather", gather_or_fail):
+            for number in range(layer):
+                saver.layer_done(number)
+            with pytest.raises(MemoryError):
+                saver.layer_done(layer)
+        saver.discard()
+        assert not saver.has_open
+        assert saver.drain(30)
+        is_stored = layer == SPEC.num_layers - 1
+        assert space.exists(chunks) == [is_stored] * len(chunks)
+        assert not any(space.exists(other))
+        assert saver.num_dropped == len(other) + (0 if is_stored else len(chunks))
+        assert pool.stats().store.pending_bytes == 0
+        # The next step finds everything as it was.
+        saver.begin(other, blocks)
+        for number in range(SPEC.num_layers):
+            saver.layer_done(number)
+        assert saver.drain(30)
+        assert all(space.exists(other))
+        assert saver.ring.num_free == saver.ring.count
+        saver.close()
+        if is_stored:
+            out = [space.empty(chunk, shard) for chunk in chunks]
+            assert set(space.read(chunks, shard, out, deadline_s=30)) == {Status.OK}
+            assert all(np.array_equal(*pair) for pair in zip(out, step.tiles(), strict=True))
+
+
+def check_save_in_a_step(url: str, device: str) -> None:
+    """A save between two layers: the step's own are given up, for the ring's rooms go back in order."""
+    with open_space(url) as (pool, space, chunks):
+        shard = whole_shard(SPEC)
+        view, blocks = make_cache(shard, device)
+        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=12 * EXTENT, deadline_s=10.0)
+        saver.begin(chunks, blocks)
+        saver.layer_done(0)
+        saver.save(chunks[:4], blocks)
+        assert not saver.has_open
+        assert saver.drain(30)
+        assert space.exists(chunks) == [True] * 4 + [False] * (len(chunks) - 4)
+        assert saver.ring.num_free == saver.ring.count
+        assert pool.stats().store.pending_bytes == 0
+        saver.close()
 
 
 def check_late_gathers(url: str) -> None:

@@ -14,12 +14,14 @@ from headwater.transfer import registered  # noqa: E402
 from transfer_layer_cases import (  # noqa: E402
     check_abandoned,
     check_deadline,
+    check_failed_launch,
     check_full_ring,
     check_late_gathers,
     check_layer_damage,
     check_layer_load,
     check_layer_save,
     check_never_computed,
+    check_save_in_a_step,
 )
 from transfer_pool_cases import EXTENT, check_bounds, check_damage, check_load, check_save, check_save_together  # noqa: E402
 
@@ -96,6 +98,15 @@ def test_a_step_that_was_not_finished(url):
 
 def test_a_step_that_was_not_begun(url):
     check_never_computed(url, "cuda")
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_a_launch_that_fails(url, layer):
+    check_failed_launch(url, "cuda", layer)
+
+
+def test_a_save_in_the_middle_of_a_step(url):
+    check_save_in_a_step(url, "cuda")
 
 
 def test_gathers_that_begin_after_the_last_layer(url):

@@ -96,6 +96,10 @@ class Stages:
         for _, half in self._halves:
             half.begin_save(job)
 
+    def discard(self) -> None:
+        for _, half in self._halves:
+            half.discard()
+
     def load(self, job: Job, *, layerwise: bool) -> None:
         self._loads[job.request_id] = []
         for _, half in self._halves:

@@ -143,6 +143,34 @@ def test_the_files_are_deleted(load: str, pool_url: str, oracle: Oracle) -> None
         check_no_leases(pool_url)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_a_pool("shm async")
+def test_a_step_that_is_interrupted_before_it_begins(
+    load: str, pool_url: str, ranks: int, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are the next prompt's, whose KV must not be stored as its own."""
+    path, references = oracle(4)
+    config = small_config(path, pool=pool_url, pool_load=load, tensor_parallel_size=ranks)
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with Engine(config) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(executor.Executor, "launch", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                generate(engine, references[:1])
+        engine.abort("0")
+        for which in (references[2:], references[:1]):
+            fill(engine, which)
+        for which in (references[2:], references[:1]):
+            got, cached = generate(engine, which)
+            check_tokens("after an interruption", which, got, totals)
+            assert cached[0] >= 256
+            engine.reset_prefix_cache()
+    check_no_leases(pool_url)
+
+
 @contextmanager
 def vandal(files: list[Path], seed: int) -> Iterator[None]:
     """Writes random pages of noise into these files, until the end."""

@@ -122,6 +122,9 @@ class HistoryPool:
         assert not request.is_loading
         assert num_tokens <= len(request.tokens)
 
+    def discard(self) -> None:
+        raise AssertionError("no step fails here")
+
     def take_loaded(self, wait_s: float) -> list[LoadEnd]:
         if self._ended and wait_s:
             ended, self._ended = self._ended, []

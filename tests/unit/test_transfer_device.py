@@ -22,11 +22,13 @@ from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
 from transfer_layer_cases import (  # noqa: E402
     check_abandoned,
     check_deadline,
+    check_failed_launch,
     check_full_ring,
     check_layer_damage,
     check_layer_load,
     check_layer_save,
     check_never_computed,
+    check_save_in_a_step,
 )
 from transfer_pool_cases import (  # noqa: E402
     EXTENT,
@@ -139,6 +141,15 @@ def test_a_step_that_was_not_finished() -> None:
 
 def test_a_step_that_was_not_begun() -> None:
     check_never_computed(MAPPED, "cpu")
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_a_launch_that_fails(layer: int) -> None:
+    check_failed_launch(MAPPED, "cpu", layer)
+
+
+def test_a_save_in_the_middle_of_a_step() -> None:
+    check_save_in_a_step(MAPPED, "cpu")
 
 
 def test_nobody_waits_longer_than_the_deadline() -> None:

@@ -7,6 +7,7 @@ text, and stopping at strings, is the business of whoever has the tokenizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from headwater.engine.request import Request
 from headwater.engine.runner import Progress
 from headwater.engine.sampler import SamplingBatch, make_sampling_batch, unpack_logprobs
 from headwater.engine.scheduler import Scheduler, Step
-from headwater.errors import EngineConfigError, EngineError, RequestError
+from headwater.errors import EngineConfigError, EngineDeadError, EngineError, RequestError
 from headwater.models.checkpoint import Checkpoint, open_checkpoint
 from headwater.stores.base import TierStats
 
@@ -226,8 +227,13 @@ class Engine:
     def _launch(self, step: Step) -> _InFlight:
         sampling = make_sampling_batch(step.sampled, self._executor.vocab_size)
         step_input = make_step_input(step, self.config.page_size)
-        self._scheduler.launching(step)
-        pending = self._executor.launch(step_input, sampling)
+        try:
+            self._scheduler.launching(step)
+            pending = self._executor.launch(step_input, sampling)
+        except BaseException:
+            with suppress(EngineDeadError):
+                self._link.discard()
+            raise
         self._scheduler.launched(step)
         self._num_steps += 1
         return _InFlight(step, sampling, pending)

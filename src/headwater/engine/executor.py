@@ -148,6 +148,12 @@ class Executor:
         self._ranks.begin_save(job)
         self._half.begin_save(job)
 
+    def discard(self) -> None:
+        """Give up what the next step was to save, on every rank: its blocks may soon hold something else."""
+        assert self._half is not None
+        self._half.discard()
+        self._ranks.discard()
+
     def load(self, job: Job, *, layerwise: bool) -> None:
         """Bring KV into the cache, on every rank; with `layerwise` the next step waits for it layer by layer."""
         assert self._half is not None

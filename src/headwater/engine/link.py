@@ -51,6 +51,10 @@ class Link(Protocol):
         """Keep what the coming step completes: it computes the request's KV up to `num_tokens`."""
         ...
 
+    def discard(self) -> None:
+        """The coming step will not be, or has failed: nothing that was begun for it may be kept."""
+        ...
+
     def save(self, request: Request, *, ends: bool) -> None:
         """Keep what has become complete; at the end of a request, or of its run, also its tail."""
         ...
@@ -92,6 +96,9 @@ class NoPool:
         return NOTHING
 
     def begin_save(self, request: Request, num_tokens: int) -> None:
+        """Nothing to do."""
+
+    def discard(self) -> None:
         """Nothing to do."""
 
     def save(self, request: Request, *, ends: bool) -> None:
@@ -136,6 +143,10 @@ class Mover(Protocol):
 
     def begin_save(self, job: Job) -> None:
         """Take KV out of the cache in the course of the next step, on every rank."""
+        ...
+
+    def discard(self) -> None:
+        """Give up what the next step was to save, on every rank."""
         ...
 
     def load(self, job: Job, *, layerwise: bool) -> None:
@@ -202,6 +213,10 @@ class PoolLink:
         """Hash what is new, ask what is missing, and have the ranks take it layer by layer."""
         if (job := self._collect(request, num_tokens, ends=False)) is not None:
             self._mover.begin_save(job)
+
+    def discard(self) -> None:
+        """Have the ranks give up what was begun."""
+        self._mover.discard()
 
     def save(self, request: Request, *, ends: bool) -> None:
         """Hash what is new, ask what is missing, and have the ranks take it."""

@@ -111,6 +111,10 @@ class RankGroup:
         """Have the other ranks take KV out of their caches in the course of the next step."""
         self._tell("begin_save", *job.to_wire())
 
+    def discard(self) -> None:
+        """Have the other ranks give up what the next step was to save."""
+        self._tell("discard", {})
+
     def load(self, job: Job, *, layerwise: bool) -> None:
         """Have the other ranks bring KV into their caches."""
         fields, arrays = job.to_wire()
@@ -249,6 +253,8 @@ def _follow(sock: socket.socket, runner: Runner, config: EngineConfig) -> None:
                 half.load(job, layerwise=bool(message.fields["layerwise"]))
             elif half is not None and message.kind == "begin_save":
                 half.begin_save(Job.from_wire(message.fields, message.arrays))
+            elif half is not None and message.kind == "discard":
+                half.discard()
             elif half is not None and message.kind == "drain":
                 send(sock, "drained", {"done": half.drain(float(message.fields["timeout_s"]))})
             elif half is not None and message.kind == "cancel":

@@ -120,12 +120,7 @@ class Runner:
         )
         plan = self.attention.plan(batch)
         context = StepContext(staged.positions, staged.slots, self.attention, plan, self.cache, hooks)
-        try:
-            hidden = self.model.forward(token_ids, context)
-        except BaseException:
-            if self._half is not None:
-                self._half.discard()
-            raise
+        hidden = self.model.forward(token_ids, context)
         return self.model.logits(hidden.index_select(0, staged.sample_rows))
 
     def _create_cache(self, num_pages: int) -> PagedKVCache:

@@ -1,11 +1,11 @@
 """What a save on a GPU consists of: a job of some chunks, what was gathered of it, and batches under way.
 
-Plain data for `device_saver`, whose thread launches, and for `device_sender`, whose thread does the rest.
+Data for `device_saver`, whose thread launches, and for `device_sender`, whose thread does the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import Shard
 from headwater.stores.base import Reservation
 from headwater.transfer.convert import Plan
 from headwater.transfer.device_ring import Room
@@ -36,13 +37,15 @@ class SaveJob:
     plan: Plan
     groups: list[range]
     num_layers: int = 0
-    """Layers that are computed. This and the next three belong to the thread that launches."""
+    """Layers that are computed. This and the next four belong to the thread that launches."""
     num_gathered: int = 0
     """Groups that have left the cache."""
     num_kept: int = field(init=False)
     """Chunks, from the first on, that have not been given up."""
-    rooms: list[tuple[range, Plan, Room]] = field(default_factory=list)
-    """Where the layers of the next group go to: numbers of chunks, their part of the plan, and the place."""
+    rooms: list[tuple[range, Room]] = field(default_factory=list)
+    """Where the layers of the next group go to: numbers of chunks, and their place."""
+    parts: list[Plan] = field(default_factory=list)
+    """Their parts of the plan."""
     targets: dict[int, Target] = field(default_factory=dict)
     """By number of the chunk. This and all that follows belongs to the sender's thread."""
     is_open: bool = False
@@ -62,6 +65,26 @@ class SaveJob:
     def group(self) -> range:
         """The layers that leave the cache now."""
         return self.groups[self.num_gathered]
+
+    def equal(self, spans: Sequence[int], shard: Shard) -> list[list[int]]:
+        """Chunks of one size of which a rank writes the same layers."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for span in spans:
+            chunk = self.chunks[span]
+            groups.setdefault((chunk.num_tokens, chunk.number % shard.replicas), []).append(span)
+        return list(groups.values())
+
+    def by_owned(self, spans: Sequence[int], shard: Shard) -> Iterator[tuple[Shard, slice, list[int]]]:
+        """Chunks of which a rank writes the same layers: (what it writes, which of its own layers, the chunks)."""
+        if shard.replicas == 1:
+            yield shard, slice(None), list(spans)
+            return
+        groups: dict[int, list[int]] = {}
+        for span in spans:
+            groups.setdefault(self.chunks[span].number % shard.replicas, []).append(span)
+        for group in groups.values():
+            owned, first, step = shard.owned(self.chunks[group[0]].number)
+            yield owned, slice(first, None, step), group
 
 
 @dataclass(eq=False)

@@ -81,7 +81,7 @@ class DeviceSaver:
     def save(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
         """Take the KV of these chunks (in order, parents first) out of the cache, as much as there is room for.
 
-        Launches on the current stream and does not wait.
+        Launches on the current stream and does not wait. Between steps: in the middle of one, its saves are given up.
         """
         self.save_all([(chunks, block_ids)])
 
@@ -93,6 +93,7 @@ class DeviceSaver:
             self._save([chunk for chunks, _ in group for chunk in chunks], plan)
 
     def _save(self, chunks: Sequence[ChunkRef], plan: Plan) -> None:
+        self._end([job for job in self._open if job.rooms])  # the ring's rooms go back in the order of their taking
         done = 0
         while done < len(chunks):
             room = self.ring.take(self.ring.slot_bytes, len(chunks) - done)
@@ -149,9 +150,10 @@ class DeviceSaver:
             for job in self._open:
                 self._gather_layer(job, layer, lane)
         except BaseException:
+            self._drop_finished()
             self._end(list(self._open))
             raise
-        self._open = [job for job in self._open if job.num_layers < len(self._shard.layers) and job.num_kept]
+        self._drop_finished()
 
     def _begin_step(self, first_layer: Mark) -> None:
         num_chunks = sum([len(job.chunks) for job in self._open])
@@ -159,6 +161,9 @@ class DeviceSaver:
         for job in self._open:
             job.groups = groups
             self._sender.open(job, first_layer)
+
+    def _drop_finished(self) -> None:
+        self._open = [job for job in self._open if job.num_layers < len(self._shard.layers) and job.num_kept]
 
     def _join(self, lane: Lane) -> None:
         """Let a lane wait for what was launched beside it."""
@@ -203,13 +208,13 @@ class DeviceSaver:
         while done < job.num_kept and (
             room := self.ring.take_while(unit, job.num_kept - done, lambda: not before.query())
         ):
-            spans = range(done, done + room.num_units)
-            job.rooms.append((spans, job.plan.part(spans), room))
+            job.rooms.append((range(done, done + room.num_units), room))
             done += room.num_units
         if done < job.num_kept:
             self._num_full += job.num_kept - done
             job.num_kept = done
             self._sender.cut(job, done)
+        job.parts = [job.plan.part(spans) for spans, _ in job.rooms]
 
     def _gather_layer(self, job: SaveJob, layer: int, lane: Lane) -> None:
         """Launch the gathers of one layer: small ones hide where a computation leaves some of the device idle. After a
@@ -217,14 +222,14 @@ class DeviceSaver:
         group = job.group
         at, is_last = group.index(layer), layer == self._shard.layers[-1]
         with lane.use():
-            for _, plan, room in job.rooms:
+            for plan, (_, room) in zip(job.parts, job.rooms, strict=True):
                 gather(plan, group[at : at + 1], *self._memory(room, len(group)), held=group)
         job.num_layers += 1
         if layer != group[-1]:
             return
         mark, rooms = lane.mark(), job.rooms
         job.rooms, job.num_gathered = [], job.num_gathered + 1
-        for number, (spans, plan, room) in enumerate(rooms):
+        for number, (plan, (spans, room)) in enumerate(zip(job.parts, rooms, strict=True)):
             memory = self._memory(room, len(group))
             nothing_follows = is_last and number == len(rooms) - 1
             self._sender.send(Gathered(job, spans, group, plan, *memory, room, mark, nothing_follows))
@@ -254,7 +259,7 @@ class DeviceSaver:
             unused = lane.mark(blocking=True)
         for job in jobs:
             self._open.remove(job)
-            for _, _, room in job.rooms:
+            for _, room in job.rooms:
                 self._sender.pass_on(room, unused)
             self._num_full += job.num_kept
             job.num_kept, job.rooms = 0, []

@@ -26,6 +26,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Reservation, Status
+from headwater.transfer.aborts import Aborts
 from headwater.transfer.convert import Plan
 from headwater.transfer.device_ring import BATCH_BYTES, DeviceRing, Room
 from headwater.transfer.device_save import Batch, Cut, Gathered, GiveUp, Item, Open, PassOn, SaveJob, Target
@@ -55,6 +56,8 @@ class Sender:
         self._ring = ring
         self._deadline_s = deadline_s
         self._in_place = space.mapped and shard.split.parts == 1
+        self._has_peers = shard.num_tiles < space.spec.num_layers * space.spec.num_kv_heads or shard.split.parts > 1
+        self._aborts = Aborts(space, has_peers=self._has_peers)
         self._bounce: Tensor | None = None
         self._segments = Registered(view.device)
         self._hashes = Lane(view.device)
@@ -137,8 +140,13 @@ class Sender:
         enter_thread(self._view.device)
         while True:
             is_idle = self._in_flight and self._queue.empty()
-            item = None if is_idle else self._queue.get()
+            try:
+                item = None if is_idle else self._queue.get(timeout=self._aborts.wait_s)
+            except queue.Empty:
+                self._aborts.retry()
+                continue
             if item is None and not is_idle:
+                self._aborts.retry()
                 break
             try:
                 self._finish() if item is None else self._handle(item)
@@ -158,15 +166,18 @@ class Sender:
             item.unused.synchronize()
             self._ring.give_back(item.room.num_bytes)
         else:
-            self._space.abort(item.chunks)
+            self._aborts.give_up(item.chunks)
 
     def _open(self, item: Open) -> None:
         """Not at once: whoever launches a step has no lead over the device yet, and would share the interpreter."""
         job = item.job
         job.is_open = True
-        try:
-            while self._in_flight and not item.first_layer.query():
+        while self._in_flight and not item.first_layer.query():
+            try:
                 self._finish()
+            except Exception:
+                log.exception("the end of a save failed")
+        try:
             item.first_layer.synchronize()
             job.in_place = self._in_place and self._reserve(job, range(len(job.chunks)))
         except Exception:
@@ -300,7 +311,7 @@ class Sender:
         lane.wait(work.gathered)
         model_heads, device, pieces = self._space.spec.num_kv_heads, self._view.device, []
         with lane.use():
-            for group in self._equal(job, going):
+            for group in job.equal(going, shard):
                 owned, start, step = shard.owned(job.chunks[group[0]].number)
                 piece = Piece(owned, plan.tile_bytes(group[0] - first), start, step)
                 targets = [job.targets[span] for span in group]
@@ -312,14 +323,6 @@ class Sender:
             for piece, targets in pieces:
                 touch_extents(piece, targets, model_heads, device)
         return copied
-
-    def _equal(self, job: SaveJob, spans: Sequence[int]) -> list[list[int]]:
-        """Chunks of one size of which this rank writes the same layers."""
-        groups: dict[tuple[int, int], list[int]] = {}
-        for span in spans:
-            chunk = job.chunks[span]
-            groups.setdefault((chunk.num_tokens, chunk.number % self._shard.replicas), []).append(span)
-        return list(groups.values())
 
     def _hash(self, work: Gathered) -> None:
         """Start on the checksums of all that was gathered, once: beside the first copies."""
@@ -375,7 +378,7 @@ class Sender:
         self.num_dropped += len(job.failed.intersection(spans))
         try:
             assert job.sums is not None
-            for owned, layers, group in self._by_owned(job, filled):
+            for owned, layers, group in job.by_owned(filled, self._shard):
                 sums = job.sums[group, layers]
                 opened = [extents[span] for span in group]
                 outcome = self._space.commit_shard(opened, owned, sums, deadline_s=self._deadline_s)
@@ -398,18 +401,6 @@ class Sender:
             self._filling.difference_update([job.chunks[span].key for span in filled])
             self._settle(job, len(spans))
 
-    def _by_owned(self, job: SaveJob, spans: Sequence[int]) -> Iterator[tuple[Shard, slice, list[int]]]:
-        """Chunks of which this rank writes the same layers: (what it writes, which of its own layers, the chunks)."""
-        if self._shard.replicas == 1:
-            yield self._shard, slice(None), list(spans)
-            return
-        groups: dict[int, list[int]] = {}
-        for span in spans:
-            groups.setdefault(job.chunks[span].number % self._shard.replicas, []).append(span)
-        for group in groups.values():
-            owned, first, step = self._shard.owned(job.chunks[group[0]].number)
-            yield owned, slice(first, None, step), group
-
     # ---- giving up ----------------------------------------------------------------------------------------------
     def _cut(self, job: SaveJob, num_kept: int) -> None:
         """No more will come of a job's chunks from this number on: their room in the pool is free at once."""
@@ -417,14 +408,20 @@ class Sender:
         if not lost:
             return
         self._finish_all()  # no extent may be given up while the device writes into it
+        if job.num_settled == len(job.chunks):
+            return  # its end was quicker
         job.num_alive = num_kept
         try:
+            given_up = []
             for span in reversed(lost):
                 if (target := job.targets.pop(span, None)) is not None:
                     self._filling.discard(job.chunks[span].key)
                     target.extent.abort()
+                    given_up.append(job.chunks[span])
             if not (job.is_open and job.in_place):
-                self._space.abort(job.chunks[num_kept:])
+                self._aborts.give_up(job.chunks[num_kept:])
+            elif self._has_peers:
+                self._aborts.give_up(given_up)  # a rank that is behind may be about to reserve them
         finally:
             self._settle(job, len(lost))
 
@@ -473,7 +470,7 @@ class Sender:
         self.statuses.update([status for status in outcome if work.is_last or not status.stored])
         job.failed.update(bad)
         if bad and len(job.groups) > 1:
-            self._space.abort([job.chunks[number] for number in bad])
+            self._aborts.give_up([job.chunks[number] for number in bad])
         if commits:
             self._settle(job, len(commits))
 

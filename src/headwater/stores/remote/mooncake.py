@@ -229,13 +229,17 @@ class MooncakeClient:
 
     def _list_tail(self, name: str, num_tokens: int, deadline: float) -> None:
         """Put a length in front. Two hosts that do so at once may lose one: a tail that is not found, nothing more."""
-        with self._listing:
+        if not self._listing.acquire(max(0.0, deadline - time.monotonic())):
+            raise DeadlineError("other lists of tails take too long")
+        try:
             known = self._tails(name, deadline)
             if known[:1] == (num_tokens,):
                 return
             lengths = [num_tokens, *(n for n in known if n != num_tokens)][:MAX_TAILS]
             value = _TAILS.pack(*lengths, *[0] * (MAX_TAILS - len(lengths)))
             self._call(lambda store: store.upsert(name, value, self._replication), deadline)
+        finally:
+            self._listing.release()
 
     # ---- keeping and forgetting ---------------------------------------------------------------------------------
     def hear(self, log: str, after: Position | None, limit: int, deadline: float) -> Heard | None:

@@ -101,9 +101,11 @@ class RemoteWriter:
             notice = self._announcer.notice(told)
             entries = zip(good, notice.values, strict=True)
             manifested = [self._announce(manifests[i], chunks[i].is_held, entry) for i, entry in entries]
-            described = self._descriptions({chunks[i].root.key: chunks[i].root for i in good})
-            published = self._client.publish([*described, *manifested], deadline, notice.log)[len(described) :]
-            self._described |= {chunks[i].root.key for i in good}
+            roots = {chunks[i].root.key: chunks[i].root for i in good if chunks[i].root.key not in self._described}
+            described = [NewManifest(self._names.root(key), _description(root), None, 0) for key, root in roots.items()]
+            published = self._client.publish([*described, *manifested], deadline, notice.log)
+            said, published = published[: len(described)], published[len(described) :]
+            self._described |= {key for key, status in zip(roots, said, strict=True) if status.stored}
             for i, status in zip(good, published, strict=True):
                 statuses[i] = status
             self._announcer.happened([told[k] for k, status in enumerate(published) if status == Status.OK])
@@ -150,11 +152,7 @@ class RemoteWriter:
         name = self._names.manifest(manifest.key)
         return NewManifest(name, manifest.encode(), tails, manifest.num_tokens, is_held, entry)
 
-    def _descriptions(self, roots: dict[bytes, RootRef]) -> list[NewManifest]:
-        """What each root is, said once, for listings."""
-        new = {key: root for key, root in roots.items() if key not in self._described}
-        return [NewManifest(self._names.root(key), _description(root), None, 0) for key, root in new.items()]
-
 
 def _description(root: RootRef) -> bytes:
+    """What a root is, for listings."""
     return json.dumps([json.loads(root.space.payload), json.loads(root.payload)]).encode()
