@@ -210,12 +210,18 @@ class Index:
         """When the record was last used, in nanoseconds since the epoch."""
         return self._ages[cell // AGE_CELLS]
 
-    def heads(self) -> Heads:
-        """Columns over everything in the heap that looks like a record. One pass over the heap, 4 GB/s or so."""
-        rows = self._words_of_heap
-        rows = rows[:-2]  # a record's head takes three cells
-        looks = (rows[:, MAGIC_AT // 8] == np.uint64(RECORD_MAGIC)) & ((rows[:, 0] & np.uint64(7)) != 0)
-        cell = np.flatnonzero(looks)
+    def heads(self, among: npt.NDArray[np.int64] | None = None) -> Heads:
+        """Columns over everything in the heap that looks like a record: one pass over the heap, 4 GB/s or so.
+
+        With `among` only over those that begin at one of these cells: much less, where the heap is not full.
+        """
+        rows = self._words_of_heap[:-2]  # a record's head takes three cells
+        states, magics = rows[:, 0], rows[:, MAGIC_AT // 8]
+        if among is not None:
+            among = among[: np.searchsorted(among, len(rows))]
+            states, magics = states[among], magics[among]
+        looks = np.flatnonzero((magics == np.uint64(RECORD_MAGIC)) & ((states & np.uint64(7)) != 0))
+        cell = looks if among is None else among[looks]
         counts = rows[cell, CHILDREN // 8]
         children, pinned = counts & np.uint64(0xFFFFFFFF), counts >> np.uint64(32)
         return Heads(cell, rows[cell, 0] & np.uint64(7), children.astype(np.uint32), pinned.astype(np.uint32))

@@ -87,15 +87,10 @@ class Janitor:
         backed = min(words[Word.BACKED], self._geometry.num_segments)
         if need > per_segment or backed * per_segment - words[Word.USED_UNITS] < need:
             return -1
-        hint = words[Word.UNIT_HINT]
-        first = hint // per_segment if hint // per_segment < backed else 0
-        for step in range(backed):
-            segment = (first + step) % backed
-            low = segment * per_segment
-            at = self._index.units.find(need, low, min(low + per_segment, self._geometry.num_units), hint)
-            if at >= 0:
-                return at
-        return -1
+        hint, high = words[Word.UNIT_HINT], min(backed * per_segment, self._geometry.num_units)
+        low = hint // per_segment * per_segment if hint < high else 0
+        at = self._index.units.find(need, low, min(low + per_segment, high), hint)
+        return at if at >= 0 else self._index.units.find_within(need, per_segment, high)
 
     def free_units(self, entry: Entry) -> None:
         """Give an extent's units back."""
@@ -234,7 +229,7 @@ class Janitor:
 
     def _refill(self, published: set[int]) -> None:
         """Scan for the lowest-ranked sixteenth of all leaves."""
-        heads = self._index.heads()
+        heads = self._index.heads(self._index.cells.used())
         leaves = heads.cell[(heads.state == COMPLETE) & (heads.children == 0) & (heads.pinned == 0)]
         fixed = self._index.fixed_words(leaves)
         is_chunk = (fixed[:, KIND_WORD] >> np.uint64(16)) & np.uint64(0xFF) == CHUNK
@@ -259,7 +254,7 @@ class Janitor:
     # ---- sweeping -----------------------------------------------------------------------------------------------
     def sweep(self) -> int:
         """Free what is dead: limbo that nobody touches, reservations of the dead, orphans. How many records went."""
-        heads, words = self._index.heads(), self._index.words
+        heads, words = self._index.heads(self._index.cells.used()), self._index.words
         dead = []
         for cell in heads.cell[(heads.state == LIMBO) | (heads.state == PENDING)].tolist():
             entry = self._index.entry(cell)

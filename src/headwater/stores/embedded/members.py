@@ -236,9 +236,9 @@ class SharedMembers:
         return sum(1 for _ in self._living())
 
     def _living(self) -> Iterator[int]:
-        for slot in range(NUM_SLOTS):
-            # A slot that was never used has no group; asking the kernel about the rest costs half a microsecond.
-            if slot == self._slot or (self._words[self._base(slot) + _GROUP] and self._is_locked(slot)):
+        # A slot that was never used has no group; asking the kernel about the rest costs half a microsecond.
+        for slot, group in enumerate(self._words[self._base(0) + _GROUP :: SLOT_BYTES // 8].tolist()):
+            if slot == self._slot or (group and self._is_locked(slot)):
                 yield slot
 
     def _is_locked(self, slot: int) -> bool:

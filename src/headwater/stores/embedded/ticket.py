@@ -34,14 +34,16 @@ def _check_place(layers: range, heads: range, parts: int, interleave: int, part:
 class Ticket:
     """This process's right to fill one pending extent. See `stores.base.Reservation`."""
 
-    def __init__(self, writer: Writer, spec: KVSpec, chunk: ChunkRef, status: Status, entry: Entry | None) -> None:
+    def __init__(
+        self, writer: Writer, spec: KVSpec, chunk: ChunkRef, status: Status, entry: Entry | None, pid: int
+    ) -> None:
         self.writer = writer
         self.spec = spec
         self.chunk = chunk
         self.status = status
         self.entry = entry
         self.is_open = entry is not None
-        self.pid = os.getpid()
+        self.pid = pid
 
     @property
     def tiles(self) -> Tiles | None:
@@ -111,7 +113,8 @@ class Ticket:
 
 def close_all(tickets: Sequence[Ticket]) -> None:
     """Close tickets of one writer."""
-    ids = [ticket.entry.record.id for ticket in tickets if ticket.entry is not None and ticket._is_open]
+    pid = os.getpid()  # the kernel's answer costs as much as the rest
+    ids = [t.entry.record.id for t in tickets if t.entry is not None and t.is_open and t.pid == pid]
     for ticket in tickets:
         ticket.is_open = False
     if ids:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import mmap
 
+import numpy as np
+import numpy.typing as npt
+
 _FIRST_WINDOW, _WINDOW = 256, 1 << 16
 """Units looked at in one go: few at first, since the hint is usually right."""
 
@@ -41,6 +44,22 @@ class UnitMap:
                 return low + at
             low = end - need + 1
         return -1
+
+    def find_within(self, need: int, stretch: int, stop: int) -> int:
+        """First free run of `need` units below `stop` that crosses no multiple of `stretch`; -1 where there is none.
+
+        One copy of the map and one search of it: for when there is nothing near the hint, as in a full store.
+        """
+        whole, needle, low = self._map[self._base : self._base + stop], bytes(need), 0
+        while (at := whole.find(needle, low)) >= 0:
+            low = (at // stretch + 1) * stretch
+            if at + need <= low:
+                return at
+        return -1
+
+    def used(self) -> npt.NDArray[np.int64]:
+        """Units that are not free."""
+        return np.flatnonzero(np.frombuffer(self.snapshot(), np.uint8))
 
     def fill(self, start: int, count: int, value: int) -> None:
         """Set a run."""

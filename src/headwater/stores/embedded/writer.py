@@ -156,12 +156,12 @@ class Writer:
     # ---- reserving ----------------------------------------------------------------------------------------------
     def reserve(self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline: float) -> list[Ticket]:
         """See `stores.base.Store.reserve`."""
-        spec = root.space.spec
+        spec, pid = root.space.spec, os.getpid()
         found = self._reserver.reserve(root, chunks, split, deadline)
         return [
-            Ticket(self, spec, chunk, Status.OK, outcome)
+            Ticket(self, spec, chunk, Status.OK, outcome, pid)
             if isinstance(outcome, Entry)
-            else Ticket(self, spec, chunk, outcome, None)
+            else Ticket(self, spec, chunk, outcome, None, pid)
             for chunk, outcome in zip(chunks, found, strict=True)
         ]
 
