@@ -22,18 +22,21 @@ CPU = torch.device("cpu")
 @given(
     st.integers(2, 9),
     st.integers(1, 2800),
-    st.lists(st.tuples(st.booleans(), st.integers(1, 3600), st.integers(1, 12)), max_size=40),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 3600), st.integers(1, 12), st.integers(1, 12)), max_size=40),
 )
-def test_what_is_taken_is_nobody_elses(count: int, slot: int, steps: list[tuple[bool, int, int]]) -> None:
+def test_what_is_taken_is_nobody_elses(count: int, slot: int, steps: list[tuple[bool, int, int, int]]) -> None:
     ring = DeviceRing(slot, count * slot, CPU)
     assert ring.take(slot, 0) is None
     size = len(ring._memory)
     held: deque[tuple[range, int]] = deque()
-    for takes, unit, wanted in steps:
+    for takes, unit, wanted, least in steps:
         if takes:
-            room = ring.take(unit, wanted)
+            room = ring.take(unit, wanted, least=least)
             if room is None:
+                assert held or unit > size, "of an empty ring there is always something"
                 continue
+            to_end = (size - room.start) // unit
+            assert room.num_units >= min(least, wanted, to_end), "fewer only at the end of the ring"
             span = range(room.start, room.start + room.num_units * unit)
             assert 1 <= room.num_units <= wanted
             assert span.stop <= size
@@ -102,3 +105,17 @@ def test_copies_of_extents_move_exactly_the_pieces(data: st.DataObject) -> None:
 def test_sums_take_a_sixteenth_of_the_ring() -> None:
     assert sums_bytes(1 << 20) == 1 << 16
     assert DeviceRing(1024, 4096, CPU, with_sums=True).sums(Room(0, 1, 1024)) is None, "nobody needs them on the host"
+
+
+def test_a_ring_is_not_taken_piecemeal() -> None:
+    ring = DeviceRing(1024, 6 * 1024, CPU)
+    first, second = ring.take(1024, 4, least=4), ring.take(1024, 4, least=4)
+    assert first is not None
+    assert second is not None
+    assert second.num_units == 2, "up to the end"
+    ring.give_back(1024)
+    assert ring.take(1024, 2, least=2) is None, "only one is free"
+    ring.give_back(1024)
+    room = ring.take(1024, 2, least=2)
+    assert room is not None
+    assert (room.start, room.num_units) == (0, 2)

@@ -55,21 +55,21 @@ class DeviceRing:
         """Chunks that there is room for."""
         return self._free // _round_up(self.slot_bytes)
 
-    def take(self, unit_bytes: int, count: int) -> Room | None:
-        """Up to `count` units side by side; None where there is no room for one. At the end of the ring a piece ends
-        early, and the next one begins at its beginning."""
+    def take(self, unit_bytes: int, count: int, *, least: int = 1) -> Room | None:
+        """Up to `count` units side by side; None where there is no room for `least` of them. At the end of the ring a
+        piece may end early, with fewer, and the next one begins at its beginning."""
         if unit_bytes < 1 or count < 1:
             return None
         with self._changed:
             if self._free == self._size:
                 self._next = 0
-            skipped = 0
-            fitting = min((self._size - self._next) // unit_bytes, self._free // unit_bytes)
+            skipped, to_end = 0, (self._size - self._next) // unit_bytes
+            fitting = min(to_end, self._free // unit_bytes)
             if not fitting and self._free >= self._size - self._next:
-                skipped = self._size - self._next
-                fitting = min(self._size, self._free - skipped) // unit_bytes
+                skipped, to_end = self._size - self._next, self._size // unit_bytes
+                fitting = min(to_end, (self._free - skipped) // unit_bytes)
             taken = min(count, fitting)
-            if not taken:
+            if not taken or taken < min(least, count, to_end):
                 return None
             start = (self._next + skipped) % self._size
             # Aligned, except where the last bytes of all are taken.

@@ -41,9 +41,12 @@ log = logging.getLogger(__name__)
 _MAX_IN_FLIGHT = 3
 """Batches whose copies are queued on the device: one runs, one waits, one is being committed."""
 
-_FIRST_BATCH, _LAST_BATCH = 20, 8
-"""Chunks of the first two batches of many and of the last: the bus begins early, and the last commit is short. Fewer at
-first would keep it busy for less than the millisecond that the host needs for the next batch."""
+_FIRST_BATCH, _LAST_BATCH = 28, 24
+"""Chunks of the first two batches of many and of the last ones: the bus begins early, and the last commit is short.
+With fewer it would be busy for less than the two milliseconds that a slow host needs for the next batch."""
+
+_Pieces = tuple[Piece, list[Target]]
+"""Equal chunks, and their extents."""
 
 
 class Sender:
@@ -264,11 +267,12 @@ class Sender:
                 if in_place:
                     # The last of several is short, and somebody may wait for it: to be woken takes a tenth of its time.
                     is_short = at_end and not job.is_open and spans.start > work.spans.start
-                    copied = self._copy(work, work.plan, spans, starts, blocking=not is_short)
+                    copied, pieces = self._copy(work, work.plan, spans, starts, blocking=not is_short)
                     self._in_flight.append(Batch(work, spans, size, commits, copied))
                     left -= size
-                    if spans.start > work.spans.start or at_end:
-                        self._hash(work)  # not before the second batch: the bus would wait for it
+                    if at_end or len(self._in_flight) == _MAX_IN_FLIGHT:
+                        self._hash(work)  # not sooner: the bus would wait for it
+                    self._touch(pieces)  # after that, which would drive it out of the device's cache
                 else:
                     self._write_through(work, spans, low, high, commits)
                     self._ring.give_back(size)
@@ -298,18 +302,21 @@ class Sender:
             yield range(at, at + size)
             at += size
 
-    def _copy(self, work: Gathered, plan: Plan, spans: range, starts: list[int], *, blocking: bool) -> Mark:
-        """Start the copies of a batch into its extents, and its checksums on their way to the host."""
+    def _copy(
+        self, work: Gathered, plan: Plan, spans: range, starts: list[int], *, blocking: bool
+    ) -> tuple[Mark, list[_Pieces]]:
+        """Start the copies of a batch into its extents: (when they have ended, what goes where)."""
         job, shard = work.job, self._shard
         if work.layers != shard.layers:
             shard = replace(shard, layers=work.layers)
         lane = self._copies
         base, first = work.flat.data_ptr(), work.spans.start
         going = [span for span in spans if span in job.targets]
+        pieces = list[_Pieces]()
         if not going:
-            return work.gathered
+            return work.gathered, pieces
         lane.wait(work.gathered)
-        model_heads, device, pieces = self._space.spec.num_kv_heads, self._view.device, []
+        model_heads, device = self._space.spec.num_kv_heads, self._view.device
         with lane.use():
             for group in job.equal(going, shard):
                 owned, start, step = shard.owned(job.chunks[group[0]].number)
@@ -318,11 +325,13 @@ class Sender:
                 staged = [base + starts[span - first] for span in group]
                 copy_extents(piece, targets, staged, model_heads, device, to_host=True)
                 pieces.append((piece, targets))
-        copied = lane.mark(blocking=blocking)
-        with self._hashes.use():  # these copies wait for others, or for the gather; this waits for nothing
+        return lane.mark(blocking=blocking), pieces
+
+    def _touch(self, pieces: list[_Pieces]) -> None:
+        """Let the device translate where copies go to that wait for others, or for the gather."""
+        with self._hashes.use():
             for piece, targets in pieces:
-                touch_extents(piece, targets, model_heads, device)
-        return copied
+                touch_extents(piece, targets, self._space.spec.num_kv_heads, self._view.device)
 
     def _hash(self, work: Gathered) -> None:
         """Start on the checksums of all that was gathered, once: beside the first copies."""
