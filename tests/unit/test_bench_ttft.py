@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,35 @@ def test_no_reuse_is_the_part_of_the_throughput_that_is_lost(side: Side, monkeyp
     assert report["cpu_no_reuse_cost"] == pytest.approx(0.25)
     assert report["cpu_no_reuse_noise"] == 0
     assert report["cpu_no_reuse_pairs"] == 3
+
+
+class DroppingSide:
+    """A side whose first saves are dropped, and the engine's counter of it."""
+
+    def __init__(self, num_losses: int) -> None:
+        self.num_losses, self.asked = num_losses, list[list[int]]()
+        self.engine = self
+
+    def stats(self) -> Any:
+        return SimpleNamespace(pool=SimpleNamespace(num_dropped=min(len(self.asked), self.num_losses)))
+
+    def ask(self, prompt: list[int], num_outputs: int, *, cached: range) -> ttft_side.Answer:
+        self.asked.append(prompt)
+        return ttft_side.Answer(float(len(self.asked)), 0.0, 0, [1])
+
+    def drain(self) -> None:
+        pass
+
+
+def test_a_prompt_whose_save_was_dropped_is_replaced_and_counted(tmp_path: Path) -> None:
+    assert ttft.QUICK.gpu is not None
+    gpu = ttft_gpu._Gpu(ttft.QUICK.gpu, str(tmp_path), "cpu", "shm:///unused", lambda text: None)
+    side: Any = DroppingSide(2)
+    prompt, answer = gpu._ask_saved(side, 16)
+    assert len({tuple(each) for each in side.asked}) == 3
+    assert (prompt, answer.first_token_s, gpu._num_repeated) == (side.asked[2], 3.0, 2)
+    with pytest.raises(EngineError, match="5 prompts in a row"):
+        gpu._ask_saved(DroppingSide(9), 16)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

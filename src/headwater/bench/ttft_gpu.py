@@ -38,6 +38,7 @@ GPU_FIGURES = ("hit_vs_bus", "gpu_speedup_32k", "layerwise_ratio", "gpu_no_reuse
 SHM = "/dev/shm"
 EXTRA_TOKENS = 64
 """Room for answers."""
+_MAX_PROMPTS = 5
 UNIQUE = Unique(num_prompts=16, prompt_tokens=2048, output_tokens=64, warm_rounds=3)
 LARGE_LLAMA_8B = LLAMA_8B | {"max_position_embeddings": 131072}
 
@@ -120,8 +121,9 @@ class _Gpu:
         )
         self._url = f"{url}?capacity={capacity}"
         self._rng = np.random.default_rng(11)
-        self._half = self._prompt(bench.prompt_tokens // 2 // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS)
+        self._half: list[int] = []
         """The part of a prompt that the pool has."""
+        self._num_repeated = 0
 
     # ---- all of a prompt, or nothing of it ----------------------------------------------------------------------
     def whole_prompt(self) -> dict[str, Any]:
@@ -135,9 +137,8 @@ class _Gpu:
             self._note(f"a prompt of {bench.prompt_tokens:,} tokens: {format_size(self._num_bytes)}")
             report |= self._hits(off, on)
             # For later: the first half of a prompt.
-            on.ask(self._half, 1)
-            on.drain()
-        return report
+            self._half, _ = self._ask_saved(on, bench.prompt_tokens // 2 // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS)
+        return report | {"gpu_saves_repeated": self._num_repeated}
 
     def _hits(self, off: Side, on: Side) -> dict[str, Any]:
         """Each round has a prompt of its own: one engine computes and saves it, and has then to find it."""
@@ -145,9 +146,7 @@ class _Gpu:
         work = self._limits()
         seconds: dict[str, list[float]] = {name: [] for name in ("hit", "step", "recompute", "saving", *work)}
         for number in range(bench.pairs + 1):
-            prompt = self._prompt(bench.prompt_tokens)
-            saving = on.ask(prompt, 1, cached=range(1))
-            on.drain()
+            prompt, saving = self._ask_saved(on, bench.prompt_tokens)
             recompute = off.ask(prompt, 1, cached=range(1))
             hit = on.ask(prompt, bench.decode_steps, cached=range(bench.prompt_tokens - 1, bench.prompt_tokens + 1))
             on.drain()
@@ -159,6 +158,18 @@ class _Gpu:
                 for name, took in times.items():
                     seconds[name].append(took)
         return self._report_hits(Rounds(seconds), on.engine)
+
+    def _ask_saved(self, on: Side, num_tokens: int) -> tuple[list[int], Answer]:
+        """A prompt that is in the pool afterwards. A save that falls behind is dropped; another one is asked then."""
+        for _ in range(_MAX_PROMPTS):
+            prompt, before = self._prompt(num_tokens), on.engine.stats().pool.num_dropped
+            answer = on.ask(prompt, 1, cached=range(1))
+            on.drain()
+            if on.engine.stats().pool.num_dropped == before:
+                return prompt, answer
+            self._num_repeated += 1
+            self._note("a part of that was dropped instead of saved; another one")
+        raise EngineError(f"of {_MAX_PROMPTS} prompts in a row a part was dropped instead of saved; is the host busy?")
 
     def _report_hits(self, rounds: Rounds, engine: Engine) -> dict[str, Any]:
         bench = self._bench
