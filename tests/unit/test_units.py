@@ -17,9 +17,15 @@ from support import gqa, identity
 BASE = 5
 
 
-@given(st.lists(st.sampled_from([FREE_UNIT, USED_UNIT]), min_size=1, max_size=64), st.integers(1, 9), st.data())
-def test_a_run_crosses_no_boundary(values: list[int], need: int, data: st.DataObject) -> None:
-    stretch, stop = data.draw(st.integers(1, 16)), data.draw(st.integers(0, len(values)))
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(2, 9)), min_size=1, max_size=8),
+    st.integers(1, 6),
+    st.integers(4, 9),
+    st.integers(0, 3),
+)
+def test_a_run_crosses_no_boundary(runs: list[tuple[int, int]], need: int, stretch: int, cut: int) -> None:
+    values = [value for used, free in runs for value in [USED_UNIT] * used + [FREE_UNIT] * free]
+    stop = len(values) - min(cut, len(values))
     units = UnitMap(_mapped(values), BASE, len(values))
     fitting = [
         at
