@@ -17,6 +17,7 @@ from headwater.kv.topology import whole_shard  # noqa: E402
 from headwater.stores.base import Status  # noqa: E402
 from headwater.transfer import device_sender, extents  # noqa: E402
 from headwater.transfer.copy import Copy, run_copies  # noqa: E402
+from headwater.transfer.device_ring import DeviceRing, Room  # noqa: E402
 from headwater.transfer.device_saver import DeviceSaver  # noqa: E402
 from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
 from transfer_layer_cases import (  # noqa: E402
@@ -51,6 +52,22 @@ MAPPED = "memory://?capacity=32MiB"
 def test_saves_and_loads(tp: int, ring: int) -> None:
     check_save(MAPPED, "cpu", tp, ring)
     check_load(MAPPED, "cpu", tp, ring)
+
+
+def test_loads_take_the_ring_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens to be free would be less and less, and every piece costs the host the same."""
+    real, short = DeviceRing.take, list[int]()
+
+    def take(ring: DeviceRing, unit_bytes: int, count: int, *, least: int = 1) -> Room | None:
+        room = real(ring, unit_bytes, count, least=least)
+        is_at_end = room is not None and room.start + (room.num_units + 1) * unit_bytes > ring.count * ring.slot_bytes
+        if room is not None and room.num_units < count and not is_at_end:
+            short.append(room.num_units)
+        return room
+
+    monkeypatch.setattr(DeviceRing, "take", take)
+    check_load(MAPPED, "cpu", 1, 9 * EXTENT)
+    assert not short
 
 
 def test_requests_are_saved_together(tmp_path: Path) -> None:
