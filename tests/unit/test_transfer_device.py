@@ -49,7 +49,9 @@ MAPPED = "memory://?capacity=32MiB"
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 @pytest.mark.parametrize("ring", [2 * EXTENT // 8, 64 * EXTENT])
-def test_saves_and_loads(tp: int, ring: int) -> None:
+def test_saves_and_loads(tp: int, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_FIRST_BATCH", "_LAST_BATCH"):
+        monkeypatch.setattr(device_sender, name, 2)  # many batches of few chunks
     check_save(MAPPED, "cpu", tp, ring)
     check_load(MAPPED, "cpu", tp, ring)
 
@@ -76,7 +78,7 @@ def test_requests_are_saved_together(tmp_path: Path) -> None:
 
 
 def test_what_was_copied_before_a_failure_is_stored_with_its_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksums come after the second batch's copies, and here there is no second batch."""
+    """The checksums come when three batches are under way, or all of them; here there is only one."""
     monkeypatch.setattr(device_sender, "_FIRST_BATCH", 4)
     with open_space(MAPPED) as (pool, space, chunks):
         shard, reserve, num_calls = whole_shard(SPEC), space.reserve, count()
@@ -103,7 +105,8 @@ def test_what_was_copied_before_a_failure_is_stored_with_its_checksums(monkeypat
 
 
 def test_without_checksums_nothing_is_stored_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_sender, "_FIRST_BATCH", 4)
+    for name in ("_FIRST_BATCH", "_LAST_BATCH"):
+        monkeypatch.setattr(device_sender, name, 3)
     with open_space(MAPPED) as (pool, space, chunks):
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, "cpu")
@@ -117,6 +120,33 @@ def test_without_checksums_nothing_is_stored_and_nothing_is_kept(monkeypatch: py
                 assert saver.drain(30)
         assert saver.num_dropped == 2 * len(chunks)
         assert not any(space.exists(chunks))
+        assert saver.ring.num_free == saver.ring.count
+        saver.save(chunks, blocks)
+        assert saver.drain(30)
+        assert all(space.exists(chunks))
+        saver.close()
+        assert pool.verify().clean
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_failure_beside_the_copies_loses_nothing_else(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched for the batch that was just begun fails: what was begun is stored or given up, each once."""
+    for name in ("_FIRST_BATCH", "_LAST_BATCH"):
+        monkeypatch.setattr(device_sender, name, 3)
+    with open_space(MAPPED) as (pool, space, chunks):
+        shard, num_calls = whole_shard(SPEC), count()
+
+        def fail_once(*args: Any) -> None:
+            if next(num_calls) == number:
+                raise RuntimeError("no launch")
+
+        view, blocks = make_cache(shard, "cpu")
+        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=10.0)
+        monkeypatch.setattr(device_sender, "touch_extents", fail_once)
+        saver.save(chunks, blocks)
+        assert saver.drain(30)
+        assert saver.num_dropped + saver.statuses[Status.OK] == len(chunks)
+        assert saver.statuses[Status.OK] == sum(space.exists(chunks)) == 3 * (number + 1)
         assert saver.ring.num_free == saver.ring.count
         saver.save(chunks, blocks)
         assert saver.drain(30)

@@ -156,6 +156,7 @@ class Sender:
             except Exception:
                 log.exception("a save failed")
         self._finish_all()
+        self._hashes.mark().synchronize()  # it may still read what is about to be unregistered
 
     def _handle(self, item: Item) -> None:
         if isinstance(item, Gathered):

@@ -229,7 +229,7 @@ class Janitor:
 
     def _refill(self, published: set[int]) -> None:
         """Scan for the lowest-ranked sixteenth of all leaves."""
-        heads = self._index.heads(self._index.cells.used())
+        heads = self._index.used_heads()
         leaves = heads.cell[(heads.state == COMPLETE) & (heads.children == 0) & (heads.pinned == 0)]
         fixed = self._index.fixed_words(leaves)
         is_chunk = (fixed[:, KIND_WORD] >> np.uint64(16)) & np.uint64(0xFF) == CHUNK
@@ -254,7 +254,7 @@ class Janitor:
     # ---- sweeping -----------------------------------------------------------------------------------------------
     def sweep(self) -> int:
         """Free what is dead: limbo that nobody touches, reservations of the dead, orphans. How many records went."""
-        heads, words = self._index.heads(self._index.cells.used()), self._index.words
+        heads, words = self._index.used_heads(), self._index.words
         dead = []
         for cell in heads.cell[(heads.state == LIMBO) | (heads.state == PENDING)].tolist():
             entry = self._index.entry(cell)
