@@ -60,6 +60,11 @@ class Outcome:
         """How many times as fast the second one had its first token."""
         return self.first.first_token_s / self.second.first_token_s
 
+    @property
+    def saved_tokens(self) -> int:
+        """How many tokens less the second one computed. The first knows a few, too: how every chat begins."""
+        return self.second.cached_tokens - self.first.cached_tokens
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         servers = [reply._asdict() | {"first_token_s": round(reply.first_token_s, 4)} for reply in self.replies]
@@ -67,7 +72,7 @@ class Outcome:
         return own | {
             "servers": servers,
             "speedup": round(self.speedup, 2),
-            "saved_tokens": self.second.cached_tokens,
+            "saved_tokens": self.saved_tokens,
             "correct": self.correct,
         }
 
@@ -123,7 +128,7 @@ def show(outcome: Outcome, out: Console) -> None:
         time_s = f"{reply.first_token_s:.3f} s"
         rows.add_row(name, f"{reply.prompt_tokens:,}", f"{reply.cached_tokens:,}", time_s)
     out.print(rows)
-    saved = plural(outcome.second.cached_tokens, "token")
+    saved = plural(outcome.saved_tokens, "token")
     out.print(f"\nThe second server computed {saved} less and was {outcome.speedup:.1f} times as fast.")
     out.print(f"\nQ: {outcome.question}")
     for name, reply in zip(("first", "second"), outcome.replies, strict=True):
