@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the transfer needs torch")
 
 from headwater.errors import StoreError  # noqa: E402
-from headwater.kv.topology import whole_shard  # noqa: E402
+from headwater.kv.topology import Topology, whole_shard  # noqa: E402
 from headwater.stores.base import Status  # noqa: E402
 from headwater.transfer import device_sender, extents  # noqa: E402
 from headwater.transfer.copy import Copy, run_copies  # noqa: E402
@@ -43,6 +43,8 @@ from transfer_pool_cases import (  # noqa: E402
     open_space,
     tiles_of,
 )
+
+from support import wait_until  # noqa: E402
 
 MAPPED = "memory://?capacity=32MiB"
 
@@ -125,6 +127,32 @@ def test_without_checksums_nothing_is_stored_and_nothing_is_kept(monkeypatch: py
         assert saver.drain(30)
         assert all(space.exists(chunks))
         saver.close()
+        assert pool.verify().clean
+
+
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
+def test_a_rank_that_is_behind_waits_for_nothing_that_was_given_up(by_layer: bool) -> None:
+    with open_space(MAPPED) as (pool, space, chunks):
+        savers = list[DeviceSaver]()
+        for rank in range(2):
+            shard = Topology(tp=2).shard(SPEC, tp_rank=rank)
+            view, blocks = make_cache(shard, "cpu")
+            saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=10.0)
+            savers.append(saver)
+            if not rank:  # the first has room for two chunks
+                assert saver.ring.take(saver.ring.slot_bytes, saver.ring.count - 2) is not None
+            if by_layer:
+                saver.begin(chunks, blocks)
+            for layer in range(SPEC.num_layers if by_layer else 0):
+                saver.layer_done(layer)
+            if not by_layer:
+                saver.save(chunks, blocks)
+            assert saver.drain(30)
+        assert savers[0].num_dropped == len(chunks) - 2
+        wait_until(lambda: pool.stats().store.pending_bytes == 0, 10, "what nobody completes is given up")
+        assert space.exists(chunks) == [True] * 2 + [False] * (len(chunks) - 2)
+        for saver in savers:
+            saver.close()
         assert pool.verify().clean
 
 

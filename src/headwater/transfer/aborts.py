@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 
 RETRY_S = 0.1
@@ -20,14 +21,15 @@ OWED_S = 2.0
 class Aborts:
     """What one saver owes its peers. For the sender's thread alone."""
 
-    def __init__(self, space: Space, *, has_peers: bool) -> None:
+    def __init__(self, space: Space, shard: Shard) -> None:
         self._space = space
-        self._has_peers = has_peers
+        self.has_peers = shard.num_tiles < space.spec.num_layers * space.spec.num_kv_heads or shard.split.parts > 1
+        """Whether other ranks write parts of the same chunks."""
         self._owed: list[tuple[Sequence[ChunkRef], float]] = []
 
     def give_up(self, chunks: Sequence[ChunkRef]) -> None:
         """Give chunks up now, and again later where nobody has begun them yet."""
-        if self._space.abort(chunks) < len(chunks) and self._has_peers:
+        if self._space.abort(chunks) < len(chunks) and self.has_peers:
             self._owed.append((chunks, time.monotonic() + OWED_S))
 
     @property

@@ -59,8 +59,7 @@ class Sender:
         self._ring = ring
         self._deadline_s = deadline_s
         self._in_place = space.mapped and shard.split.parts == 1
-        self._has_peers = shard.num_tiles < space.spec.num_layers * space.spec.num_kv_heads or shard.split.parts > 1
-        self._aborts = Aborts(space, has_peers=self._has_peers)
+        self._aborts = Aborts(space, shard)
         self._bounce: Tensor | None = None
         self._segments = Registered(view.device)
         self._hashes = Lane(view.device)
@@ -430,7 +429,7 @@ class Sender:
                     given_up.append(job.chunks[span])
             if not (job.is_open and job.in_place):
                 self._aborts.give_up(job.chunks[num_kept:])
-            elif self._has_peers:
+            elif self._aborts.has_peers:
                 self._aborts.give_up(given_up)  # a rank that is behind may be about to reserve them
         finally:
             self._settle(job, len(lost))

@@ -85,8 +85,7 @@ class Saver:
         layers, heads, tile = shard.local_shape(space.spec, 0, space.chunk_tokens)
         self._layer_bytes = heads * tile
         self._slots = Slots(layers * heads * tile, staging_bytes)
-        has_peers = shard.num_tiles < space.spec.num_layers * space.spec.num_kv_heads or shard.split.parts > 1
-        self._aborts = Aborts(space, has_peers=has_peers)
+        self._aborts = Aborts(space, shard)
         self._queue: queue.SimpleQueue[_Part | _GiveUp | None] = queue.SimpleQueue()
         self._open: list[_Save] = []
         """Saves whose layers are being computed."""
