@@ -19,6 +19,7 @@ import pytest
 
 from headwater import Identity, KVSpec, Pool, Status, Topology, open_pool, whole_shard
 from headwater.cli import run
+from headwater.cli.demo import run as demo_run
 from headwater.cli.demo.cache import SPEC, PagedCache
 from headwater.cli.demo.ranks import Rank, load, save
 from headwater.cli.listing import Selection
@@ -615,6 +616,34 @@ def test_a_demo_that_is_interrupted_leaves_nothing(number: int, code: int) -> No
     process.send_signal(number)
     result = finish(process)
     assert (result.code, result.out, result.err) == (code, "", "")
+    assert demo_pools() <= before
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_an_interrupt_while_a_pool_is_opened_leaves_nothing(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that is open and that nobody knows of cannot be deleted."""
+
+    class Stopped(BaseException):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    def open_and_stop(url: str) -> Pool:
+        opened.append(open_pool(url))
+        if len(opened) == calls:
+            signal.raise_signal(signal.SIGTERM)
+        return opened[-1]
+
+    opened, before = list[Pool](), demo_pools()
+    monkeypatch.setattr(demo_run, "open_pool", open_and_stop)
+    handler = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(Stopped), demo_run.own_pool(1 << 20, keep=False) as (url, _), demo_run.held_pool(url):
+            pytest.fail("the signal was lost")
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert len(opened) == calls
     assert demo_pools() <= before
 
 

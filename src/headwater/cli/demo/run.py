@@ -13,10 +13,10 @@ from typing import Any
 
 from headwater.cli.demo.cache import SPEC
 from headwater.cli.demo.ranks import Report
-from headwater.cli.demo.servers import Server, run_server
+from headwater.cli.demo.servers import Server, run_server, uninterrupted
 from headwater.errors import StoreError, UrlError
 from headwater.kv.topology import Topology
-from headwater.pool import open_pool
+from headwater.pool import Pool, open_pool
 from headwater.stores.base import Progress, StoreStats
 from headwater.stores.embedded import destroy
 from headwater.stores.url import parse_url
@@ -102,7 +102,7 @@ def run_demo(url: str | None, num_tokens: int, keep: bool, progress: Progress) -
 
     with _pool_url(url, num_tokens, keep) as (place, note):
         # Open throughout, so that the pool is there before the first rank and can be asked after the last.
-        with open_pool(place) as pool:
+        with held_pool(place) as pool:
             results = [ServerResult(server, run_server(server, place, num_tokens, done)) for server in SERVERS]
             store = pool.stats().store
         return Outcome(place, keep or url is not None, note, num_tokens, results, store)
@@ -126,14 +126,30 @@ def own_pool(capacity_bytes: int, keep: bool) -> Iterator[tuple[str, str]]:
     settings = f"?capacity={max(_MIN_CAPACITY, capacity_bytes)}"
     place, note = f"shm:///headwater-demo-{secrets.token_hex(4)}", ""
     try:
-        try:
-            open_pool(place + settings).close()
-        except StoreError as error:
-            destroy(parse_url(place))
-            place = Path(tempfile.mkdtemp(prefix="headwater-demo-")).as_uri()
-            note = f"shared memory cannot be used here ({error}), so the demo's pool is in files"
-            open_pool(place + settings).close()
+        with uninterrupted():  # a pool that was left half open cannot be deleted
+            try:
+                open_pool(place + settings).close()
+            except StoreError as error:
+                destroy(parse_url(place))
+                place = Path(tempfile.mkdtemp(prefix="headwater-demo-")).as_uri()
+                note = f"shared memory cannot be used here ({error}), so the demo's pool is in files"
+                open_pool(place + settings).close()
         yield place, note
     finally:
         if not keep:
-            destroy(parse_url(place))
+            with uninterrupted():
+                destroy(parse_url(place))
+
+
+@contextmanager
+def held_pool(url: str) -> Iterator[Pool]:
+    """An open pool that is closed afterwards, whenever Ctrl-C comes."""
+    pool = None
+    try:
+        with uninterrupted():
+            pool = open_pool(url)
+        yield pool
+    finally:
+        with uninterrupted():
+            if pool is not None:
+                pool.close()

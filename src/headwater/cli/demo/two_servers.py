@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.cli.demo.document import make_question
 from headwater.cli.demo.live import LiveServer, Reply
-from headwater.cli.demo.run import own_pool
+from headwater.cli.demo.run import held_pool, own_pool
 from headwater.cli.demo.servers import uninterrupted
 from headwater.cli.demo.stand_in import write_stand_in
 from headwater.cli.output import one_line, plural, table
 from headwater.errors import EngineError, InvalidArgumentError, ModelError
 from headwater.kv.hashing import DEFAULT_CHUNK_TOKENS
 from headwater.models.checkpoint import open_checkpoint
-from headwater.pool import Pool, open_pool
+from headwater.pool import Pool
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +98,7 @@ def run_two_servers(model: str | None, num_tokens: int, device: str, note: Note)
             )
         url, pool_note = stack.enter_context(own_pool(_capacity(checkpoint, num_tokens), keep=False))
         remark = " ".join(filter(None, (remark, pool_note)))
-        pool = stack.enter_context(open_pool(url))
+        pool = stack.enter_context(held_pool(url))
         max_len = num_tokens + ROOM_TOKENS
         options = ["--model", path, "--load-format", load_format, "--device", device, "--pool", url]
         options += ["--max-model-len", str(max_len), "--num-pages", str(-(-max_len // PAGE_SIZE) + 16)]
