@@ -647,6 +647,27 @@ def test_an_interrupt_while_a_pool_is_opened_leaves_nothing(calls: int, monkeypa
     assert demo_pools() <= before
 
 
+def test_an_interrupt_that_becomes_another_error_ends_quietly() -> None:
+    """As CPython does it to what a signal raises in the middle of an optional import."""
+    script = """
+import os, signal, time
+import headwater.cli as cli
+import headwater.cli.app
+
+def app(args, prog_name):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+    except SystemExit:
+        raise TypeError("expected a message argument") from None
+
+headwater.cli.app.app = app
+cli.main()
+"""
+    result = finish(start(code=script))
+    assert (result.code, result.out, result.err) == (130, "", "")
+
+
 def test_an_interrupt_inside_a_destructor_is_not_lost() -> None:
     """The interpreter swallows what is raised there; the command must stop all the same, and say nothing of it."""
     script = """

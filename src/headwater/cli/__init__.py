@@ -16,6 +16,9 @@ from headwater.errors import HeadwaterError
 
 __all__ = ["main", "run"]
 
+_came: list[int] = []
+"""Signals that ask for an end."""
+
 
 def main() -> None:
     """Entry point of the console script."""
@@ -48,6 +51,9 @@ def run(args: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get("HEADWATER_TRACEBACK"):
             raise
+        if _came:
+            # CPython puts a TypeError in place of what a signal raises while it words a failed import.
+            return 128 + _came[-1]
         text = f"unexpected {type(error).__name__}: {error} (HEADWATER_TRACEBACK=1 shows where; please report it)"
         return _fail(error, text, args)
 
@@ -63,6 +69,7 @@ def _fail(error: Exception, text: str, args: Sequence[str]) -> int:
 
 def _stop(number: int, _frame: FrameType | None) -> None:
     """Ctrl-C and `kill` unwind the stack like any other exit, so that what was begun is cleaned up."""
+    _came.append(number)
     raise SystemExit(128 + number)
 
 
