@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from rich.console import Console
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -20,7 +22,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from headwater.cli.demo import two_servers
-from headwater.cli.demo.live import LiveServer
+from headwater.cli.demo.live import LiveServer, Reply
 from headwater.errors import EngineError, InvalidArgumentError, ModelError
 
 pytestmark = pytest.mark.slow
@@ -97,6 +99,15 @@ def test_the_second_server_finds_what_the_first_computed(pages: list[dict[str, f
     assert second["loaded_bytes_total"] > 0 < second["wait_seconds_total"]
     assert [page["dropped_chunks_total"] + page["damaged_chunks_total"] for page in (first, second)] == [0, 0]
     assert set(leftovers()) == before
+
+
+def test_what_both_servers_knew_was_not_saved_by_the_second() -> None:
+    first, second = Reply(8.0, 4045, 16, "yes"), Reply(0.25, 4045, 4044, "yes")
+    outcome = two_servers.Outcome("model", "", "shm:///x", "question", first, second)
+    assert outcome.as_dict()["saved_tokens"] == 4028
+    text = io.StringIO()
+    two_servers.show(outcome, Console(file=text, width=120))
+    assert "computed 4,028 tokens less and was 32.0 times as fast" in text.getvalue()
 
 
 @pytest.mark.usefixtures("_no_model")

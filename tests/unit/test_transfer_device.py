@@ -13,7 +13,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the transfer needs torch")
 
 from headwater.errors import StoreError  # noqa: E402
+from headwater.kv.hashing import ChunkRef  # noqa: E402
 from headwater.kv.topology import Topology, whole_shard  # noqa: E402
+from headwater.pool import Pool, Space  # noqa: E402
 from headwater.stores.base import Status  # noqa: E402
 from headwater.transfer import device_sender, extents  # noqa: E402
 from headwater.transfer.copy import Copy, run_copies  # noqa: E402
@@ -106,6 +108,16 @@ def test_what_was_copied_before_a_failure_is_stored_with_its_checksums(monkeypat
         assert pool.verify().clean
 
 
+def _save_again(saver: DeviceSaver, pool: Pool, space: Space, chunks: list[ChunkRef], blocks: np.ndarray) -> None:
+    """After a failure nothing is held back, and nothing stands in the way of the next save."""
+    assert saver.ring.num_free == saver.ring.count
+    saver.save(chunks, blocks)
+    assert saver.drain(30)
+    assert all(space.exists(chunks))
+    saver.close()
+    assert pool.verify().clean
+
+
 def test_without_checksums_nothing_is_stored_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_BATCH", "_LAST_BATCH"):
         monkeypatch.setattr(device_sender, name, 3)
@@ -122,12 +134,7 @@ def test_without_checksums_nothing_is_stored_and_nothing_is_kept(monkeypatch: py
                 assert saver.drain(30)
         assert saver.num_dropped == 2 * len(chunks)
         assert not any(space.exists(chunks))
-        assert saver.ring.num_free == saver.ring.count
-        saver.save(chunks, blocks)
-        assert saver.drain(30)
-        assert all(space.exists(chunks))
-        saver.close()
-        assert pool.verify().clean
+        _save_again(saver, pool, space, chunks, blocks)
 
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
@@ -141,12 +148,12 @@ def test_a_rank_that_is_behind_waits_for_nothing_that_was_given_up(by_layer: boo
             savers.append(saver)
             if not rank:  # the first has room for two chunks
                 assert saver.ring.take(saver.ring.slot_bytes, saver.ring.count - 2) is not None
-            if by_layer:
-                saver.begin(chunks, blocks)
-            for layer in range(SPEC.num_layers if by_layer else 0):
-                saver.layer_done(layer)
             if not by_layer:
                 saver.save(chunks, blocks)
+            else:
+                saver.begin(chunks, blocks)
+                for layer in range(SPEC.num_layers):
+                    saver.layer_done(layer)
             assert saver.drain(30)
         assert savers[0].num_dropped == len(chunks) - 2
         wait_until(lambda: pool.stats().store.pending_bytes == 0, 10, "what nobody completes is given up")
@@ -175,12 +182,7 @@ def test_a_failure_beside_the_copies_loses_nothing_else(number: int, monkeypatch
         assert saver.drain(30)
         assert saver.num_dropped + saver.statuses[Status.OK] == len(chunks)
         assert saver.statuses[Status.OK] == sum(space.exists(chunks)) == 3 * (number + 1)
-        assert saver.ring.num_free == saver.ring.count
-        saver.save(chunks, blocks)
-        assert saver.drain(30)
-        assert all(space.exists(chunks))
-        saver.close()
-        assert pool.verify().clean
+        _save_again(saver, pool, space, chunks, blocks)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8, 16])

@@ -39,6 +39,7 @@ SHM = "/dev/shm"
 EXTRA_TOKENS = 64
 """Room for answers."""
 _MAX_PROMPTS = 5
+"""In a row, until all of one was saved."""
 UNIQUE = Unique(num_prompts=16, prompt_tokens=2048, output_tokens=64, warm_rounds=3)
 LARGE_LLAMA_8B = LLAMA_8B | {"max_position_embeddings": 131072}
 
