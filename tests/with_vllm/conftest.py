@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -54,6 +55,10 @@ def pool_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def log_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the engines of this module print."""
-    return tmp_path_factory.mktemp("logs") / "engines.log"
+def log_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What the engines of this module print. vLLM leaves shared memory behind whose name it logs: deleted."""
+    path = tmp_path_factory.mktemp("logs") / "engines.log"
+    yield path
+    for group in set(re.findall(r"vllm_dist_[0-9a-f]{32}", path.read_text() if path.exists() else "")):
+        for left in Path("/dev/shm").glob(f"{group}-*"):
+            left.unlink(missing_ok=True)
