@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.errors import IdentityError
-from headwater.kv.identity import MAX_FIELD_CHARS, Identity, canonical_rope, digest_scales
+from headwater.kv.identity import MAX_FIELD_CHARS, Identity, canonical_rope, canonical_settings, digest_scales
 
 WEIGHTS = "xxh3-128:" + "0123456789abcdef" * 2
 SCALES = digest_scales([0.5, 2.0])
@@ -46,6 +46,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "other quantised kv": {"kv_dtype": "fp8_e5m2", "kv_scales": SCALES},
     "kv_scales": {"kv_dtype": "fp8_e4m3", "kv_scales": digest_scales([0.5, 2.5])},
     "rope": {"rope": canonical_rope({"theta": 1e6})},
+    "settings": {"settings": canonical_settings({"norm_eps": 1e-6})},
+    "rope's text as settings": {"settings": canonical_rope({"theta": 1e6})},
     "epoch": {"epoch": 1},
 }
 
@@ -143,6 +145,11 @@ def test_canonical_round_trip_through_json() -> None:
     assert two == one
     assert two.digest == one.digest
     assert two.label == one.label
+    assert "settings" not in one.canonical(), (
+        "spaces that were stored before there were settings keep their description"
+    )
+    with_settings = identity(settings=canonical_settings({"norm_eps": 1e-6}))
+    assert Identity.from_canonical(with_settings.canonical()) == with_settings
 
 
 def test_from_canonical_refuses_other_fields() -> None:
@@ -244,6 +251,8 @@ def test_from_checkpoint(tmp_path: Path) -> None:
     one = Identity.from_checkpoint(folder, run_dtype="bf16", rope={"theta": 10000}, epoch=3, cache=False)
     assert (one.run_dtype, one.kv_dtype, one.epoch, one.label) == ("bfloat16", "bfloat16", 3, "my-model")
     assert one.rope == '{"theta":10000.0}'
+    assert one != (two := Identity.from_checkpoint(folder, run_dtype="bf16", rope=one.rope, epoch=3, settings={"a": 1}))
+    assert two.settings == '{"a":1.0}'
     assert one.weights.startswith("xxh3-128:")
     assert one == Identity.from_checkpoint(folder, run_dtype="bf16", rope=one.rope, epoch=3, threads=1, cache=False)
 

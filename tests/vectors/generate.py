@@ -67,6 +67,8 @@ IDENTITY_FIELDS = ("weights", "run_dtype", "quantization", "kv_dtype", "kv_scale
 
 def identity_digest(identity: dict[str, Any]) -> bytes:
     texts = [str(identity[field]).encode("utf-8") for field in IDENTITY_FIELDS]
+    if identity.get("settings"):
+        texts.append(identity["settings"].encode("utf-8"))
     return sha(b"headwater identity v1\0", *(u32(len(text)) + text for text in texts))
 
 
@@ -381,6 +383,14 @@ IDENTITIES: list[dict[str, Any]] = [
         "rope": '{"factor":8.0,"rope_theta":500000.0}',
         "epoch": 9223372036854775807,
     },
+    {
+        **PLAIN,
+        "name": "settings",
+        "weights": "xxh3-128:" + "0f" * 16,
+        "run_dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
+        "settings": '{"norm_eps":1e-05}',
+    },
 ]
 ROPES: list[tuple[dict[str, Any], str]] = [
     ({}, ""),
@@ -448,7 +458,7 @@ GEOMETRIES = [
 
 
 def keys_json() -> dict[str, Any]:
-    plain, full = (identity_digest(identity) for identity in IDENTITIES)
+    plain, full, other = (identity_digest(identity) for identity in IDENTITIES)
     gqa, mla = spec_digest(SPECS["gqa"]), spec_digest(SPECS["mla"])
     roots, chains = [], []
     for identity, spec, size, tenant, adapter in (
@@ -491,7 +501,9 @@ def keys_json() -> dict[str, Any]:
             {"pattern": len(long), "digest": weights_digest({"": long})},
             {"pattern": len(long), "digest": weights_digest({"": long}, sampled=True)},
         ],
-        "spaces": [{"identity_digest": d.hex(), "key": sha(b"headwater space\0", d).hex()} for d in (plain, full)],
+        "spaces": [
+            {"identity_digest": d.hex(), "key": sha(b"headwater space\0", d).hex()} for d in (plain, full, other)
+        ],
         "tenant_tags": {"": "", b"acme".hex(): sha(b"headwater tenant\0", b"acme").hex()[:16]},
         "roots": roots,
         "chains": chains,

@@ -3,6 +3,8 @@ that changes KV."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +53,15 @@ def online(**settings: Any) -> Any:
     return QuantizationConfigArgs(**settings)
 
 
-def test_everything_that_changes_kv_changes_it(qwen3: Path, qwen3_twin: Path) -> None:
+def changed(model: Path, directory: Path, **settings: Any) -> Path:
+    """The same weights under another config."""
+    shutil.copytree(model, directory)
+    config = json.loads((model / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | settings))
+    return directory
+
+
+def test_everything_that_changes_kv_changes_it(qwen3: Path, qwen3_twin: Path, tmp_path: Path) -> None:
     fp8 = {"quantization": "fp8"}
     found = [
         identity(config_of(qwen3)),
@@ -62,6 +72,9 @@ def test_everything_that_changes_kv_changes_it(qwen3: Path, qwen3_twin: Path) ->
         identity(config_of(qwen3, model={**fp8, "quantization_config": online(ignore=["b"])})),
         identity(config_of(qwen3, model={**fp8, "quantization_config": online(linear="fp8_per_token")})),
         identity(config_of(qwen3, model={"hf_overrides": {"rope_theta": 5000.0}})),
+        identity(config_of(changed(qwen3, tmp_path / "eps", rms_norm_eps=1e-3))),
+        identity(config_of(changed(qwen3, tmp_path / "unknown", model_type="gemma2"))),
+        identity(config_of(changed(qwen3, tmp_path / "act", model_type="gemma2", hidden_activation="gelu"))),
         identity(config_of(qwen3), read_options({"epoch": 1}, "kv_both")),
         identity(config_of(qwen3), read_options({"sample_weights": True}, "kv_both")),
         identity(config_of(qwen3, load_format="dummy")),

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import xxhash
 
-from headwater.kv.identity import Identity, canonical_rope
+from headwater.kv.identity import Identity, canonical_rope, canonical_settings
 from headwater.models.checkpoint import Checkpoint
 
 
@@ -17,8 +17,11 @@ def engine_identity(checkpoint: Checkpoint, dtype: str, load_format: str) -> Ide
     Random weights have no file; they are named by their config, from which they are made.
     """
     rope = canonical_rope(json.loads(json.dumps(asdict(checkpoint.config.rope))))
+    settings = canonical_settings(checkpoint.config.settings)
     if load_format == "dummy":
         config = json.dumps(asdict(checkpoint.config), sort_keys=True, default=str)
         weights = f"xxh3-128:{xxhash.xxh3_128_hexdigest(b'headwater random weights' + config.encode())}"
-        return Identity(weights=weights, run_dtype=dtype, kv_dtype=dtype, rope=rope, label=checkpoint.label)
-    return Identity.from_checkpoint(checkpoint.path, run_dtype=dtype, kv_dtype=dtype, rope=rope)
+        return Identity(
+            weights=weights, run_dtype=dtype, kv_dtype=dtype, rope=rope, settings=settings, label=checkpoint.label
+        )
+    return Identity.from_checkpoint(checkpoint.path, run_dtype=dtype, kv_dtype=dtype, rope=rope, settings=settings)

@@ -64,13 +64,15 @@ class Identity:
     """From `digest_scales`. Quantised KV needs it: scales that are chosen while running differ between servers."""
     rope: str = ""
     """From `canonical_rope`: the settings as run, with every override, not as the checkpoint's config has them."""
+    settings: str = ""
+    """From `canonical_settings`: what else of the model's config changes activations, such as the norms' epsilon."""
     epoch: int = 0
     """Raised by whoever changes weights in place (reinforcement learning), once per change."""
     label: str = field(default="", compare=False)
     """A name for people. Not part of the identity."""
 
     def __post_init__(self) -> None:
-        for name in ("weights", "run_dtype", "quantization", "kv_dtype", "kv_scales", "rope", "label"):
+        for name in ("weights", "run_dtype", "quantization", "kv_dtype", "kv_scales", "rope", "settings", "label"):
             _check_text(name, getattr(self, name))
         for name in ("run_dtype", "kv_dtype"):
             object.__setattr__(self, name, _normal_dtype(name, getattr(self, name)))
@@ -111,6 +113,7 @@ class Identity:
         quantization: str = "none",
         kv_scales: str = "none",
         rope: Mapping[str, Any] | str | None = None,
+        settings: Mapping[str, Any] | str | None = None,
         epoch: int = 0,
         sample: bool = False,
         progress: Progress | None = None,
@@ -122,23 +125,26 @@ class Identity:
         Cost and failures of the reading are those of `digest_checkpoint`. The other fields are checked first, so that
         a wrong one is not found out after minutes of reading.
         """
-        settings: dict[str, Any] = {
+        known: dict[str, Any] = {
             "run_dtype": run_dtype,
             "kv_dtype": run_dtype if kv_dtype is None else kv_dtype,
             "quantization": quantization,
             "kv_scales": kv_scales,
-            "rope": canonical_rope(rope) if isinstance(rope, Mapping) else "" if rope is None else rope,
+            "rope": canonical_rope(rope) if isinstance(rope, Mapping) else rope or "",
+            "settings": canonical_settings(settings) if isinstance(settings, Mapping) else settings or "",
             "epoch": epoch,
             "label": checkpoint_label(path),
         }
-        cls(weights="hf-commit:" + "0" * 40, **settings)
+        cls(weights="hf-commit:" + "0" * 40, **known)
         weights = digest_checkpoint(path, sample=sample, threads=threads, progress=progress, cache=cache)
-        return cls(weights=weights, **settings)
+        return cls(weights=weights, **known)
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 over every field but the label, each with its length before it; part of every chunk key."""
-        texts = (
+        """SHA-256 over every field but the label, each with its length before it; part of every chunk key.
+
+        Settings come last, and only where there are any: identities that have none are what they were before."""
+        texts = [
             self.weights,
             self.run_dtype,
             self.quantization,
@@ -146,7 +152,7 @@ class Identity:
             self.kv_scales,
             self.rope,
             str(self.epoch),
-        )
+        ] + [self.settings] * bool(self.settings)
         sha = hashlib.sha256(b"headwater identity v1\0")
         for text in texts:
             data = text.encode()
@@ -154,8 +160,9 @@ class Identity:
         return sha.digest()
 
     def canonical(self) -> dict[str, Any]:
-        """The identity as plain JSON data, label included; `from_canonical` reads it back."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """The identity as plain JSON data, label included; `from_canonical` reads it back. Settings are left out where
+        there are none, as in the digest."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings" or self.settings}
 
     @classmethod
     def from_canonical(cls, data: Mapping[str, Any]) -> Identity:
@@ -178,11 +185,20 @@ def canonical_rope(settings: Mapping[str, Any]) -> str:
     Every number is written as a float, since one engine reads `"rope_theta": 10000` as an integer and the next one
     converts it. Raises IdentityError for NaN, infinity, keys that are not text, and values that JSON does not have.
     """
+    return _canonical(settings, "rope")
+
+
+def canonical_settings(settings: Mapping[str, Any]) -> str:
+    """Other settings of a model in the same form as `canonical_rope`."""
+    return _canonical(settings, "model")
+
+
+def _canonical(settings: Mapping[str, Any], what: str) -> str:
     if not isinstance(settings, Mapping):
-        raise IdentityError(f"rope settings are a {type(settings).__name__}; expected a mapping of names to values")
+        raise IdentityError(f"{what} settings are a {type(settings).__name__}; expected a mapping of names to values")
     if not settings:
         return ""
-    return json.dumps(_plain(settings, "rope"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return json.dumps(_plain(settings, what), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def digest_scales(scales: ArrayLike) -> str:

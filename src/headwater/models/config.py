@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from headwater.errors import ModelError
 from headwater.kv.spec import KVSpec
@@ -93,6 +94,12 @@ class ModelConfig:
         layer = heads + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         tables = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
         return self.num_layers * layer + tables + self.hidden_size
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What changes activations and is neither in the weights nor in `rope`: part of the identity of the KV."""
+        names = ("family", "norm_eps", "num_heads", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
+        return {name: getattr(self, name) for name in names}
 
     def kv_spec(self, dtype: str) -> KVSpec:
         """What one token's KV is, when the model runs in `dtype`."""

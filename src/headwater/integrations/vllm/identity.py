@@ -16,12 +16,16 @@ from headwater.errors import HeadwaterError, ModelError
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.options import Options
 from headwater.kv.checkpoint import checkpoint_label, digest_checkpoint
-from headwater.kv.identity import Identity, canonical_rope
+from headwater.kv.identity import Identity, canonical_rope, canonical_settings
 from headwater.kv.spec import KVSpec
 from headwater.models.config_hf import config_from_hf
 
 _RUN_AS_STORED = ("auto", "safetensors", "pt", "hf", "gguf", "runai_streamer", "fastsafetensors", "instanttensor")
 """Load formats that read the checkpoint and change nothing."""
+
+
+_NAMES_OF_FILES = ("_name_or_path", "transformers_version")
+"""What a config says of itself: where it lies, and who wrote it."""
 
 
 def name_weights(config: Any, options: Options) -> str:
@@ -53,6 +57,7 @@ def server_identity(config: Any, options: Options, weights: str) -> Identity:
             kv_dtype=dtype,
             quantization=_quantization(model),
             rope=canonical_rope(_rope(model)),
+            settings=canonical_settings(_settings(model)),
             epoch=options.epoch,
             label=checkpoint_label(model.model),
         )
@@ -139,6 +144,20 @@ def _rope(model: Any) -> Mapping[str, Any]:
     if model.hf_overrides:
         rope["overrides"] = hashlib.sha256(repr(model.hf_overrides).encode()).hexdigest()
     return rope
+
+
+def _settings(model: Any) -> Mapping[str, Any]:
+    """The other settings as the reference engine would name them; for models that it does not run, all of their config,
+    of which nobody here knows what changes activations."""
+    values = model.hf_text_config.to_dict()
+    try:
+        return config_from_hf(values).settings
+    except ModelError:
+        known = {name: value for name, value in values.items() if name not in _NAMES_OF_FILES}
+        text = json.dumps(known, sort_keys=True, default=str)
+        if " at 0x" in text:
+            raise DeclinedError("the config has parts that only this process knows") from None
+        return {"config": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _local_path(model: Any) -> Path:
