@@ -51,6 +51,8 @@ class RankGroup:
     """The other ranks, as rank 0 sees them. With one rank there are none, and every method does nothing."""
 
     def __init__(self, config: EngineConfig, placement: Placement) -> None:
+        self._loaded: list[Loaded] = []
+        """Told by a rank while something else was expected of it."""
         self._children: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
         self.parallel = TensorParallel(0, 1)
         size = config.tensor_parallel_size
@@ -126,11 +128,10 @@ class RankGroup:
 
     def take_loaded(self) -> list[Loaded]:
         """Loads that have ended on one of the other ranks each. Does not wait."""
-        found = []
         for _, sock in self._children:
             while select.select([sock], [], [], 0)[0]:
-                fields = self._expect(sock, "loaded_kv").fields
-                found.append(Loaded(str(fields["request_id"]), int(fields["num_chunks"])))
+                self._loaded.append(_as_loaded(self._expect(sock, "loaded_kv")))
+        found, self._loaded = self._loaded, []
         return found
 
     def start_drain(self, timeout_s: float) -> None:
@@ -138,7 +139,7 @@ class RankGroup:
         self._tell("drain", {"timeout_s": timeout_s})
 
     def wait_drained(self) -> list[bool]:
-        """Whether each of the other ranks did. No load may be under way."""
+        """Whether each of the other ranks did. Loads that end meanwhile are kept for `take_loaded`."""
         return [bool(self._expect(sock, "drained").fields["done"]) for _, sock in self._children]
 
     def _tell(self, kind: str, fields: dict[str, Any], arrays: Sequence[Any] = ()) -> None:
@@ -178,10 +179,15 @@ class RankGroup:
                 process.wait()
 
     def _expect(self, sock: socket.socket, kind: str) -> Message:
-        message = receive(sock)
-        if message.kind != kind:
-            raise EngineDeadError(f"a rank failed: {message.fields.get('error', message.kind)}")
+        while (message := receive(sock)).kind != kind:
+            if message.kind != "loaded_kv":
+                raise EngineDeadError(f"a rank failed: {message.fields.get('error', message.kind)}")
+            self._loaded.append(_as_loaded(message))
         return message
+
+
+def _as_loaded(message: Message) -> Loaded:
+    return Loaded(str(message.fields["request_id"]), int(message.fields["num_chunks"]))
 
 
 def run_rank(sock: socket.socket) -> None:
@@ -256,7 +262,9 @@ def _follow(sock: socket.socket, runner: Runner, config: EngineConfig) -> None:
             elif half is not None and message.kind == "discard":
                 half.discard()
             elif half is not None and message.kind == "drain":
-                send(sock, "drained", {"done": half.drain(float(message.fields["timeout_s"]))})
+                is_drained = half.drain(float(message.fields["timeout_s"]))
+                with lock:
+                    send(sock, "drained", {"done": is_drained})
             elif half is not None and message.kind == "cancel":
                 half.cancel(str(message.fields["request_id"]))
             else:
