@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import secrets
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ from covering import Row, covering_array
 pytest.importorskip("transformers")
 
 from engine_models import VOCAB, Comparison, Reference, report_rows
-from pool_cases import GREEDY, NUM_TOKENS, Oracle, check_tokens, generate, make_oracle
+from pool_cases import GREEDY, NUM_TOKENS, Oracle, check_tokens, generate, make_oracle, small_config
+from support import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -222,3 +225,50 @@ def test_a_real_model_on_one_rank_and_on_three(pool_url: str) -> None:
             loaded, cached = generate(reader, [prompt], params=params)
             assert cached == [299], "a chunk and the tail; the last token is computed"
             assert loaded == computed
+
+
+def test_prompts_of_one_step_that_begin_alike_are_found_again(oracle: Oracle, pool_url: str) -> None:
+    """With one size of groups of layers, two prompts of different length are cut in different places."""
+    path, references = oracle(4)
+    both = [Reference(references[0].prompt[:256], [], []), references[0]]
+    config = small_config(path, pool=pool_url, pool_group_bytes=3 * 4 * 256 * 8 * 4)  # a chunk and a half of one layer
+    with Engine(config) as engine:
+        generate(engine, both)
+        assert engine.drain_saves(10.0)
+        assert engine.stats().pool.num_dropped == 0
+    with Engine(config) as engine:
+        got, cached = generate(engine, both)
+        check_tokens("found again", both[1:], got[1:], totals)
+        assert cached[0] == 255
+        assert cached[1] >= 512
+
+
+def test_saves_are_drained_while_two_ranks_load(oracle: Oracle, pool_url: str) -> None:
+    path, references = oracle(4)
+    with Engine(small_config(path, pool=pool_url, tensor_parallel_size=2)) as engine:
+        generate(engine, references[:1])
+        assert engine.drain_saves(10.0)
+        engine.reset_prefix_cache()
+        # The load ends on the other rank while the last one is computed, and says so before it says that it is drained.
+        drains = [lambda: wait_until(lambda: engine.drain_saves(10.0))] * 3
+        got, cached = generate(engine, [references[0], references[2]], between=drains)
+        check_tokens("drained", [references[0], references[2]], got, totals)
+        assert cached == [512, 0]
+
+
+def test_the_same_weights_under_another_config_share_nothing(oracle: Oracle, pool_url: str, tmp_path: Path) -> None:
+    path, references = oracle(4)
+    other = tmp_path / "other"
+    shutil.copytree(path, other)
+    config = json.loads((path / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    with Engine(small_config(path, pool=pool_url)) as engine:
+        generate(engine, references)
+        assert engine.drain_saves(10.0)
+    with Engine(small_config(other)) as engine:
+        alone, _ = generate(engine, references)
+    assert alone != [reference.token_ids for reference in references], "this epsilon changes nothing"
+    with Engine(small_config(other, pool=pool_url)) as engine:
+        got, cached = generate(engine, references)
+    assert cached[0] == cached[2] == 0
+    assert got == alone

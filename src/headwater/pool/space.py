@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -239,13 +239,22 @@ class Space:
         return statuses
 
     def write(
-        self, chunks: Sequence[ChunkRef], shard: Shard, tiles: Sequence[Buffer], *, deadline_s: float | None = None
+        self,
+        chunks: Sequence[ChunkRef],
+        shard: Shard,
+        tiles: Sequence[Buffer],
+        *,
+        before: range | None = None,
+        deadline_s: float | None = None,
     ) -> list[Status]:
         """Store this shard's tiles of each chunk: those that this rank is the one of its replicas to write.
 
         Give parents before children. OK means that this rank's part is in; the chunk can be found when the last
         rank's is. Until then its bytes are pending, and pending bytes take at most a quarter of the store: ranks that
         are far ahead of their slowest peer meet FULL.
+
+        Who writes a chunk in several groups of layers says from the second on which layers were written `before`, and
+        gets LOST where the chunk was cleared or given up since: it could not be complete any more.
         """
         if len(tiles) != len(chunks):
             raise BufferMismatchError(f"{len(tiles)} buffers were given for {len(chunks)} chunks")
@@ -254,8 +263,9 @@ class Space:
         for i, (chunk, buffer) in enumerate(zip(chunks, tiles, strict=True)):
             whole = as_tiles(buffer, self._shape(chunk, shard), writable=False)
             owned, first, step = shard.owned(chunk.number)
+            earlier = None if before is None else replace(shard, layers=before).owned(chunk.number)[0].layers
             # Also where this rank writes nothing: a chunk can only be reserved when its parent is.
-            pieces.setdefault(chunk.root, []).append((i, Piece(chunk, owned, whole[first::step])))
+            pieces.setdefault(chunk.root, []).append((i, Piece(chunk, owned, whole[first::step], earlier)))
         for root, numbered in pieces.items():
             batch = [piece for _, piece in numbered]
             outcome = self._store.write(self._root_of(root), batch, deadline_s)
@@ -397,7 +407,7 @@ class Space:
 
     def _ready(self, piece: Piece) -> Piece:
         """The piece with its memory as tiles; the same one where it is so already."""
-        chunk, shard, buffer = piece
+        chunk, shard, buffer, _ = piece
         tiles = as_tiles(buffer, self._shape(chunk, shard), writable=True)
         return piece if tiles is buffer else Piece(chunk, shard, tiles)
 

@@ -44,6 +44,11 @@ class Status(IntEnum):
         """Whether the item is in the store now, or this rank's part of it is."""
         return self <= Status.EXISTS
 
+    @property
+    def failed(self) -> bool:
+        """Whether a written item is not in the store, and nobody else is writing it either."""
+        return self > Status.EXISTS and self != Status.BUSY
+
 
 @dataclass(frozen=True)
 class SpaceRef:
@@ -70,6 +75,9 @@ class Piece(NamedTuple):
     chunk: ChunkRef
     shard: Shard
     tiles: Tiles
+    before: range | None = None
+    """To be written: layers of the same heads that this writer has put into the chunk before, None for its first piece.
+    Where they are not there any more, the chunk could never be complete, and the piece is LOST."""
 
 
 class Run(NamedTuple):

@@ -1,7 +1,7 @@
 """Chunks that this rank cannot save are given up for all ranks of its server, also for those that come later.
 
 A rank that is behind may reserve a chunk after this one has given it up, and would then wait for tiles that never
-come. So giving up is repeated for a while, until there was something to give up.
+come. So giving up is repeated for a while, unless this rank takes the chunk up again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,24 @@ class Aborts:
 
     def __init__(self, space: Space, shard: Shard) -> None:
         self._space = space
-        self.has_peers = shard.num_tiles < space.spec.num_layers * space.spec.num_kv_heads or shard.split.parts > 1
+        is_part = shard.num_tiles < space.spec.num_layers * space.spec.num_kv_heads
+        self.has_peers = is_part or shard.split.parts > 1 or shard.replicas > 1
         """Whether other ranks write parts of the same chunks."""
-        self._owed: list[tuple[Sequence[ChunkRef], float]] = []
+        self._owed: dict[bytes, tuple[ChunkRef, float]] = {}
+        """By key: what is to be given up again, and until when."""
 
     def give_up(self, chunks: Sequence[ChunkRef]) -> None:
-        """Give chunks up now, and again later where nobody has begun them yet."""
-        if self._space.abort(chunks) < len(chunks) and self.has_peers:
-            self._owed.append((chunks, time.monotonic() + OWED_S))
+        """Give chunks up now, and again later: some of the other ranks may not have begun them yet."""
+        if self.has_peers:
+            until = time.monotonic() + OWED_S
+            self._owed.update({chunk.key: (chunk, until) for chunk in chunks})
+        self._space.abort(chunks)
+
+    def take_up(self, chunks: Sequence[ChunkRef]) -> None:
+        """Chunks that this rank saves now. Cheap where nothing is owed."""
+        if self._owed:
+            for chunk in chunks:
+                self._owed.pop(chunk.key, None)
 
     @property
     def wait_s(self) -> float | None:
@@ -40,6 +50,5 @@ class Aborts:
     def retry(self) -> None:
         """Give up what has been begun since. Cheap where nothing is owed."""
         now = time.monotonic()
-        self._owed = [
-            (chunks, until) for chunks, until in self._owed if self._space.abort(chunks) < len(chunks) and now < until
-        ]
+        self._owed = {key: owed for key, owed in self._owed.items() if now < owed[1]}
+        self._space.abort([chunk for chunk, _ in self._owed.values()])

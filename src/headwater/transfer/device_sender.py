@@ -32,6 +32,7 @@ from headwater.transfer.device_ring import BATCH_BYTES, DeviceRing, Room
 from headwater.transfer.device_save import Batch, Cut, Gathered, GiveUp, Item, Open, PassOn, SaveJob, Target
 from headwater.transfer.extents import Piece, copy_extents, staged_starts, touch_extents
 from headwater.transfer.lanes import Lane, Mark, enter_thread, pinned
+from headwater.transfer.layers import layers_before
 from headwater.transfer.registered import Registered
 from headwater.transfer.verify import staged_checksums
 from headwater.transfer.view import PagedView
@@ -173,8 +174,8 @@ class Sender:
 
     def _open(self, item: Open) -> None:
         """Not at once: whoever launches a step has no lead over the device yet, and would share the interpreter."""
-        job = item.job
-        job.is_open = True
+        job, item.job.is_open = item.job, True
+        self._aborts.take_up(job.chunks)
         while self._in_flight and not item.first_layer.query():
             try:
                 self._finish()
@@ -212,6 +213,7 @@ class Sender:
                 job.targets.update(zip(spans, targets, strict=True))
                 self._filling.update(keys)
                 return True
+            refused = []
             for row, (chunk, extent) in enumerate(zip(chunks, extents, strict=True)):
                 place, address, status = places[row], addresses[row], extent.status
                 if status == Status.OK and place is None:
@@ -221,11 +223,12 @@ class Sender:
                 elif status == Status.OK and noted[row]:
                     status = Status.EXISTS
                 if status != Status.OK or place is None or address is None:
-                    self.statuses[status] += 1
+                    refused.append((chunk, status))
                     extent.close()
                 else:
                     job.targets[spans[row]] = Target(address, address + place.offset, extent)
                     self._filling.add(chunk.key)
+            self._refuse(refused)
         except BaseException:
             for extent in extents:
                 extent.abort()
@@ -254,6 +257,7 @@ class Sender:
             if work.plan is None:
                 raise EngineError("the gather was not launched")
             if job.sums is None:
+                self._aborts.take_up(job.chunks[: job.num_alive])
                 job.sums = np.zeros((len(job.chunks), len(self._shard.layers), len(self._shard.heads)), np.uint64)
             starts = staged_starts(work.plan, len(work.layers))
             for spans in self._batches(work):
@@ -396,11 +400,9 @@ class Sender:
                 self.statuses[Status.OK] += len(group) - len(lost)
                 tokens = sum([job.chunks[span].num_tokens for span in group])
                 for span in lost:
-                    status = outcome[group.index(span)]
                     tokens -= job.chunks[span].num_tokens
-                    self.statuses[status] += 1
-                    if not status.stored:
-                        extents[span].abort()
+                    extents[span].abort()
+                self._refuse([(job.chunks[span], outcome[group.index(span)]) for span in lost])
                 self.num_bytes += owned.num_tiles * tokens * self._space.spec.row_bytes
         except Exception:
             log.exception("a commit failed")
@@ -448,6 +450,13 @@ class Sender:
         self.num_dropped += num_left
         self._settle(job, num_left)
 
+    def _refuse(self, refused: Sequence[tuple[ChunkRef, Status]]) -> None:
+        """Count chunks that this rank does not save, and give up those that nobody else saves either."""
+        self.statuses.update([status for _, status in refused])
+        if failed := [chunk for chunk, status in refused if status.failed]:
+            self.num_dropped += len(failed)
+            self._aborts.give_up(failed)
+
     # ---- through the processor ----------------------------------------------------------------------------------
     def _write_through(self, work: Gathered, spans: range, low: int, high: int, commits: range) -> None:
         """Where extents cannot be filled in place: through pinned memory, with the processor's copy and checksums."""
@@ -471,15 +480,14 @@ class Sender:
                 numbers.append(span)
                 tiles.append(whole[at : at + size].reshape(shape))
             at += size
-        chunks = [job.chunks[number] for number in numbers]
-        outcome = self._space.write(chunks, shard, tiles, deadline_s=self._deadline_s) if chunks else []
+        chunks, before = [job.chunks[number] for number in numbers], layers_before(self._shard.layers, work.layers)
+        outcome = self._space.write(chunks, shard, tiles, before=before, deadline_s=self._deadline_s) if chunks else []
         self.num_bytes += sum(t.nbytes for t, status in zip(tiles, outcome, strict=True) if status == Status.OK)
-        bad = [number for number, status in zip(numbers, outcome, strict=True) if not status.stored]
         # A chunk is counted once: where it fails, or when its last layers are in.
-        self.statuses.update([status for status in outcome if work.is_last or not status.stored])
-        job.failed.update(bad)
-        if bad and len(job.groups) > 1:
-            self._aborts.give_up([job.chunks[number] for number in bad])
+        self.statuses.update([status for status in outcome if work.is_last and status.stored])
+        bad = [(number, status) for number, status in zip(numbers, outcome, strict=True) if not status.stored]
+        job.failed.update([number for number, _ in bad])
+        self._refuse([(job.chunks[number], status) for number, status in bad])
         if commits:
             self._settle(job, len(commits))
 

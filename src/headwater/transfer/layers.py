@@ -14,6 +14,11 @@ GPU_GROUP_BYTES = 32 << 20
 """On a GPU copies must be large, or the host cannot issue them as fast as the bus moves them."""
 
 
+def layers_before(layers: range, group: range) -> range | None:
+    """What has left before a group of these layers; None for the first one."""
+    return layers[: layers.index(group[0])] if group[0] != layers[0] else None
+
+
 def layer_groups(layers: range, layer_bytes: int, min_bytes: int) -> list[range]:
     """Consecutive layers, in order, as evenly divided as may be, so that a group has at least `min_bytes`."""
     wanted = max(1, len(layers) * layer_bytes // max(min_bytes, 1))

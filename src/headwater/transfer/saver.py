@@ -24,7 +24,7 @@ from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.transfer.aborts import Aborts
 from headwater.transfer.convert import Plan, Span, gather, plan_spans
-from headwater.transfer.layers import CPU_GROUP_BYTES, layer_groups
+from headwater.transfer.layers import CPU_GROUP_BYTES, layer_groups, layers_before
 from headwater.transfer.staging import Slots
 from headwater.transfer.view import PagedView
 
@@ -40,11 +40,23 @@ class _Save:
     chunks: Sequence[ChunkRef]
     slots: list[int]
     plan: Plan
-    groups: list[range]
-    num_gathered: int = 0
-    """Groups of layers that have left the cache."""
     failed: set[int] = field(default_factory=set)
     """Which of the chunks will not be complete; the sender's thread keeps it."""
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """Chunks that will come."""
+
+    chunks: Sequence[ChunkRef]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One group of layers of some saves, in their slots."""
+
+    saves: Sequence[_Save]
+    layers: range
 
 
 @dataclass(frozen=True)
@@ -53,15 +65,6 @@ class _GiveUp:
 
     chunks: Sequence[ChunkRef]
     slots: list[int]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One group of layers of a save, in its slots."""
-
-    save: _Save
-    layers: range
-    is_last: bool
 
 
 class Saver:
@@ -86,9 +89,11 @@ class Saver:
         self._layer_bytes = heads * tile
         self._slots = Slots(layers * heads * tile, staging_bytes)
         self._aborts = Aborts(space, shard)
-        self._queue: queue.SimpleQueue[_Part | _GiveUp | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Begin | _Part | _GiveUp | None] = queue.SimpleQueue()
         self._open: list[_Save] = []
-        """Saves whose layers are being computed."""
+        """Saves whose layers are being computed, all in one step."""
+        self._groups: list[range] = []
+        """The groups of layers of that step that are still in the cache; none before its first layer."""
         self.statuses: Counter[Status] = Counter()
         self.num_dropped = 0
         self.num_bytes = 0
@@ -97,8 +102,13 @@ class Saver:
 
     def save(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
         """Take the KV of these chunks (in order, parents first) out of the cache, as much as there is room for."""
-        if (save := self._take(chunks, block_ids, [self._shard.layers])) is not None:
-            self._gather(save)
+        if (save := self._take(chunks, block_ids)) is not None:
+            try:
+                self._gather(save, self._shard.layers)
+            except BaseException:
+                self._give_up([save])
+                raise
+            self._queue.put(_Part([save], self._shard.layers))
 
     def save_all(self, wanted: Sequence[tuple[Sequence[ChunkRef], npt.NDArray[np.int32]]]) -> None:
         """`save` for several requests."""
@@ -106,18 +116,36 @@ class Saver:
             self.save(chunks, block_ids)
 
     def begin(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
-        """Take these chunks in the course of the coming step: `layer_done` says when a layer of them is computed."""
-        layer_bytes = self._layer_bytes * min(len(chunks), self._slots.count)
-        groups = layer_groups(self._shard.layers, layer_bytes, self._group_bytes)
-        if (save := self._take(chunks, block_ids, groups)) is not None:
+        """Take these chunks in the course of the coming step: `layer_done` says when a layer of them is computed.
+
+        What several requests have is taken once, from the first of them. What an earlier step began and did not finish
+        is given up.
+        """
+        if self._groups:
+            self.discard()
+        taken = {chunk.key for save in self._open for chunk in save.chunks}
+        chunks = [chunk for chunk in chunks if chunk.key not in taken]
+        if (save := self._take(chunks, block_ids)) is not None:
             self._open.append(save)
 
     def layer_done(self, layer: int) -> None:
         """The KV of one layer is in the cache; the layers before it were so already."""
-        for save in self._open:
-            if layer >= save.groups[save.num_gathered][-1]:
-                self._gather(save)
-        self._open = [save for save in self._open if save.num_gathered < len(save.groups)]
+        if not self._open:
+            return
+        if not self._groups:
+            # The same for all: a chunk can only be stored when its parent is, which may be another request's.
+            num_chunks = sum([len(save.chunks) for save in self._open])
+            self._groups = layer_groups(self._shard.layers, self._layer_bytes * num_chunks, self._group_bytes)
+        while self._groups and layer >= self._groups[0][-1]:
+            try:
+                for save in self._open:
+                    self._gather(save, self._groups[0])
+            except BaseException:
+                self.discard()
+                raise
+            self._queue.put(_Part(self._open, self._groups.pop(0)))
+        if not self._groups:
+            self._open = []
 
     @property
     def has_open(self) -> bool:
@@ -126,9 +154,8 @@ class Saver:
 
     def discard(self) -> None:
         """The step failed: give up what was begun."""
-        for save in self._open:
-            self._queue.put(_GiveUp(save.chunks, save.slots))
-        self._open = []
+        self._give_up(self._open)
+        self._open, self._groups = [], []
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything that was taken is in the pool or given up."""
@@ -145,7 +172,7 @@ class Saver:
             self._queue.put(None)
             self._thread.join(timeout_s)
 
-    def _take(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32], groups: list[range]) -> _Save | None:
+    def _take(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> _Save | None:
         slots = self._slots.take(len(chunks))
         taken, dropped = chunks[: len(slots)], chunks[len(slots) :]
         if dropped:
@@ -153,14 +180,21 @@ class Saver:
             self._queue.put(_GiveUp(dropped, []))
         if not taken:
             return None
-        spans = [Span(block_ids, chunk.first_token, chunk.num_tokens) for chunk in taken]
-        return _Save(taken, slots, plan_spans(self._view, self._shard, spans), groups)
+        try:
+            spans = [Span(block_ids, chunk.first_token, chunk.num_tokens) for chunk in taken]
+            plan = plan_spans(self._view, self._shard, spans)
+        except BaseException:
+            self._slots.give_back(slots)
+            raise
+        self._queue.put(_Begin(taken))
+        return _Save(taken, slots, plan)
 
-    def _gather(self, save: _Save) -> None:
-        layers = save.groups[save.num_gathered]
-        save.num_gathered += 1
+    def _give_up(self, saves: Sequence[_Save]) -> None:
+        for save in saves:
+            self._queue.put(_GiveUp(save.chunks, save.slots))
+
+    def _gather(self, save: _Save, layers: range) -> None:
         gather(save.plan, layers, [self._tiles(save, i, layers) for i in range(len(save.chunks))])
-        self._queue.put(_Part(save, layers, save.num_gathered == len(save.groups)))
 
     def _tiles(self, save: _Save, number: int, layers: range) -> npt.NDArray[np.uint8]:
         """Where some layers of one chunk lie in its slot."""
@@ -175,43 +209,50 @@ class Saver:
             try:
                 item = self._queue.get(timeout=self._aborts.wait_s)
             except queue.Empty:
-                self._aborts.retry()
-                continue
-            if item is None:
-                self._aborts.retry()
-                break
+                item = _Begin([])
             try:
-                if isinstance(item, _Part):
-                    self._store(item)
-                else:
-                    self._aborts.give_up(item.chunks)
+                self._handle(item)
             except Exception:  # a pool that cannot be written costs the next server time, and this one nothing
                 log.exception("a save failed")
-                if isinstance(item, _Part):
-                    self._fail(item.save, [n for n in range(len(item.save.chunks)) if n not in item.save.failed])
+            if item is None:
+                break
+
+    def _handle(self, item: _Begin | _Part | _GiveUp | None) -> None:
+        if isinstance(item, _Part):
+            try:
+                self._store(item)
             finally:
-                if isinstance(item, _GiveUp):
-                    self._slots.give_back(item.slots)
-                elif item.is_last:
-                    self._slots.give_back(item.save.slots)
+                if item.layers[-1] == self._shard.layers[-1]:
+                    self._slots.give_back([slot for save in item.saves for slot in save.slots])
+        elif isinstance(item, _GiveUp):
+            try:
+                self._aborts.give_up(item.chunks)
+            finally:
+                self._slots.give_back(item.slots)
+        elif item is None or not item.chunks:
+            self._aborts.retry()
+        else:
+            self._aborts.take_up(item.chunks)
 
     def _store(self, part: _Part) -> None:
         """Write one group of layers. A chunk is given up at its first failure: it can never be complete."""
-        save = part.save
-        live = [number for number in range(len(save.chunks)) if number not in save.failed]
+        live = [(save, n) for save in part.saves for n in range(len(save.chunks)) if n not in save.failed]
         if not live:
             return
-        chunks = [save.chunks[number] for number in live]
-        tiles = [self._tiles(save, number, part.layers) for number in live]
-        shard = replace(self._shard, layers=part.layers)
-        outcome = self._space.write(chunks, shard, tiles, deadline_s=self._deadline_s)
-        self.num_bytes += sum(t.nbytes for t, status in zip(tiles, outcome, strict=True) if status is Status.OK)
-        bad = [number for number, status in zip(live, outcome, strict=True) if not status.stored]
-        self.statuses.update(status for status in outcome if part.is_last or not status.stored)
-        if bad and len(save.groups) > 1:
-            self._aborts.give_up([save.chunks[number] for number in bad])
-        save.failed.update(bad)
-
-    def _fail(self, save: _Save, numbers: list[int]) -> None:
-        save.failed.update(numbers)
-        self.num_dropped += len(numbers)
+        own, layers = self._shard.layers, part.layers
+        chunks = [save.chunks[number] for save, number in live]
+        tiles = [self._tiles(save, number, layers) for save, number in live]
+        before = layers_before(own, layers)
+        outcome = [Status.LOST] * len(chunks)  # of a pool that raises an error
+        try:
+            shard = replace(self._shard, layers=layers)
+            outcome = self._space.write(chunks, shard, tiles, before=before, deadline_s=self._deadline_s)
+        finally:
+            self.num_bytes += sum([t.nbytes for t, status in zip(tiles, outcome, strict=True) if status is Status.OK])
+            self.statuses.update([status for status in outcome if layers[-1] == own[-1] or not status.stored])
+            for (save, number), status in zip(live, outcome, strict=True):
+                if not status.stored:
+                    save.failed.add(number)
+            if failed := [chunk for chunk, status in zip(chunks, outcome, strict=True) if status.failed]:
+                self.num_dropped += len(failed)
+                self._aborts.give_up(failed)

@@ -152,7 +152,7 @@ class Reader:
         spec, words, plan = root.space.spec, self._index.state_words, Plan()
         statuses = [Status.OK] * len(pieces)
         loaded: list[Loaded | None] = [None] * len(pieces)
-        for i, (chunk, shard, tiles) in enumerate(pieces):
+        for i, (chunk, shard, tiles, _) in enumerate(pieces):
             if i % _CLOCK_LOADS == _CLOCK_LOADS - 1 and time.monotonic() >= deadline:
                 return [Status.TIMEOUT] * len(pieces)
             found = self._loaded.get(chunk.key)

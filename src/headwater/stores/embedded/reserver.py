@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from headwater.errors import DeadlineError, SpecMismatchError, StoreDamagedError
 from headwater.kv.format import checksum
@@ -41,8 +41,19 @@ class Reserver:
         self.core = core
         self._index = core.index
 
-    def reserve(self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline: float) -> list[Outcome]:
-        """One transaction for all, more only where new segments must be had first."""
+    def reserve(
+        self,
+        root: RootRef,
+        chunks: Sequence[ChunkRef],
+        split: Split,
+        deadline: float,
+        begun: Collection[bytes] = (),
+    ) -> list[Outcome]:
+        """One transaction for all, more only where new segments must be had first.
+
+        Chunks whose keys are in `begun` were reserved before: where that record is gone they are LOST, since a new one
+        would lack what went into it.
+        """
         found: list[Outcome] = []
 
         def work() -> bool:
@@ -50,7 +61,9 @@ class Reserver:
             # The chunk before, just looked at: the usual parent. Nothing is removed between one chunk and the next.
             last = self._join_all(chunks[len(found) :], split, found) if home is not None else None
             while len(found) < len(chunks):
-                outcome = Status.FULL if home is None else self._reserve_one(root, chunks[len(found)], split, last)
+                chunk = chunks[len(found)]
+                may_make = chunk.key not in begun
+                outcome = Status.FULL if home is None else self._reserve_one(root, chunk, split, last, may_make)
                 if outcome is None:
                     return False
                 found.append(outcome)
@@ -155,7 +168,9 @@ class Reserver:
             self._index.add_child(parent.cell, -1)
         return None
 
-    def _reserve_one(self, root: RootRef, chunk: ChunkRef, split: Split, last: Entry | None) -> Outcome | None:
+    def _reserve_one(
+        self, root: RootRef, chunk: ChunkRef, split: Split, last: Entry | None, may_make: bool
+    ) -> Outcome | None:
         """None where another segment must be had first."""
         index = self._index
         parent = last if last is not None and last.record.key == chunk.parent else index.find(chunk.parent)
@@ -165,6 +180,8 @@ class Reserver:
         joined = self._join(entry, parent, split) if entry is not None else None
         if joined is not None:
             return joined
+        if not may_make:
+            return Status.LOST
         # Counted as a child from here on: a childless parent could be evicted to make room for this very chunk, or
         # go with the dead writer's child that is removed below.
         index.add_child(parent.cell, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -77,21 +77,23 @@ class Writer:
     def _write_batch(self, root: RootRef, pieces: Sequence[Piece], deadline: float) -> list[Status]:
         spec = root.space.spec
         chunks = list({piece.chunk.key: piece.chunk for piece in pieces}.values())
+        begun = {piece.chunk.key for piece in pieces if piece.before is not None}
+        split = pieces[0].shard.split
         tickets = dict(
-            zip((c.key for c in chunks), self.reserve(root, chunks, pieces[0].shard.split, deadline), strict=True)
+            zip((c.key for c in chunks), self.reserve(root, chunks, split, deadline, begun=begun), strict=True)
         )
         statuses = [tickets[piece.chunk.key].status for piece in pieces]
         commits: list[tuple[int, Commit]] = []
         claimed: list[tuple[int, Shard]] = []
         try:
             # All claims before the first copy: what runs between copies runs with a cold cache.
-            for i, (chunk, shard, _) in enumerate(pieces):
+            for i, (chunk, shard, _, before) in enumerate(pieces):
                 entry = tickets[chunk.key].entry
                 if entry is not None:
-                    statuses[i] = self._claim(spec, entry, shard)
+                    statuses[i] = self._claim(spec, entry, shard, before)
                     if statuses[i] == Status.OK:
                         claimed.append((entry.record.id, shard))
-            for i, (chunk, shard, tiles) in enumerate(pieces):
+            for i, (chunk, shard, tiles, _) in enumerate(pieces):
                 ticket = tickets[chunk.key]
                 if ticket.entry is None or statuses[i] != Status.OK:
                     continue
@@ -115,9 +117,12 @@ class Writer:
                 ticket.close()
         return statuses
 
-    def _claim(self, spec: KVSpec, entry: Entry, shard: Shard) -> Status:
+    def _claim(self, spec: KVSpec, entry: Entry, shard: Shard, before: range | None) -> Status:
         """The right of one thread of this process to fill these tiles: the same prompt may be running twice, and its
         two results may differ in the last bit. Between ranks there is nothing to claim: each has its own tiles."""
+        noted = self._index.noted(entry, spec, before, shard.heads, shard.part) if before else 0
+        if before and noted < len(before) * len(shard.heads):
+            return Status.LOST  # another record than the one they went into
         if not self.core.claims.take(entry.record.id, shard):
             return Status.BUSY
         noted = self._index.noted(entry, spec, shard.layers, shard.heads, shard.part)
@@ -154,10 +159,18 @@ class Writer:
         return sums if saved else None
 
     # ---- reserving ----------------------------------------------------------------------------------------------
-    def reserve(self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline: float) -> list[Ticket]:
-        """See `stores.base.Store.reserve`."""
+    def reserve(
+        self,
+        root: RootRef,
+        chunks: Sequence[ChunkRef],
+        split: Split,
+        deadline: float,
+        *,
+        begun: Collection[bytes] = (),
+    ) -> list[Ticket]:
+        """See `stores.base.Store.reserve`. Of the keys in `begun` no new record is made."""
         spec, pid = root.space.spec, os.getpid()
-        found = self._reserver.reserve(root, chunks, split, deadline)
+        found = self._reserver.reserve(root, chunks, split, deadline, begun)
         return [
             Ticket(self, spec, chunk, Status.OK, outcome, pid)
             if isinstance(outcome, Entry)

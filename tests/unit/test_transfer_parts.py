@@ -1,0 +1,264 @@
+"""Chunks that leave the cache in several groups of layers, while others want the same chunks or take them away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the transfer needs torch")
+
+from headwater.errors import StoreError
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import Shard, Topology, whole_shard
+from headwater.pool import Space, open_pool
+from headwater.stores.base import Status
+from headwater.transfer import aborts
+from headwater.transfer.device_saver import DeviceSaver
+from headwater.transfer.saver import Saver
+from transfer_pool_cases import EXTENT, SPEC, make_cache, open_space
+
+from support import identity, temporary_url, wait_until
+from transfer_cases import ORDERS, cache_view
+
+AnySaver = Saver | DeviceSaver
+WHOLE = whole_shard(SPEC)
+LAYERS = range(SPEC.num_layers)
+
+
+@contextmanager
+def one_saver(
+    kind: type[AnySaver], space: Space, shard: Shard = WHOLE, room: int = 64, group_bytes: int = 1
+) -> Iterator[AnySaver]:
+    """A saver with room for so many chunks, which passes on every layer by itself, and `blocks` to save from."""
+    view, blocks = make_cache(shard, "cpu")
+    staging = room * EXTENT * shard.num_tiles // SPEC.num_tiles
+    saver = kind(space, view, shard, staging_bytes=staging, deadline_s=10.0, group_bytes=group_bytes)
+    saver.blocks = blocks  # type: ignore[union-attr]
+    try:
+        yield saver
+    finally:
+        saver.close()
+
+
+def begin(saver: AnySaver, chunks: list[ChunkRef]) -> None:
+    saver.begin(chunks, saver.blocks)  # type: ignore[union-attr]
+
+
+kinds = pytest.mark.parametrize("kind", [Saver, DeviceSaver])
+schemes = pytest.mark.parametrize("scheme", ["shm", "file"])
+
+
+@kinds
+@schemes
+def test_requests_of_one_step_that_begin_alike_are_both_saved(
+    kind: type[AnySaver], scheme: str, tmp_path: Path
+) -> None:
+    with temporary_url(scheme, tmp_path, "capacity=8MiB") as url, open_space(url) as (pool, space, chunks):
+        other = space.keys([*range(64), *range(900, 932)]).refs(3)
+        assert other[1].key == chunks[1].key != other[2].key
+        with one_saver(kind, space) as saver:
+            begin(saver, other)  # other groups of layers than the longer one's, if it were alone
+            begin(saver, chunks[:1])
+            begin(saver, chunks)
+            for layer in LAYERS:
+                saver.layer_done(layer)
+            assert saver.drain(30)
+        assert all(space.exists([*chunks, *other])), saver.statuses
+        assert saver.statuses[Status.OK] == len(chunks) + 1
+        assert kind is DeviceSaver or len(saver.statuses) == 1, "something was taken twice"
+        assert pool.stats().store.pending_bytes == 0
+        assert pool.stats().store.aborted == saver.num_dropped == 0
+        assert pool.verify().clean
+
+
+@kinds
+@schemes
+@pytest.mark.parametrize("again", [False, True], ids=["cleared", "cleared and begun by another rank"])
+def test_what_was_cleared_between_layers_is_not_begun_anew(
+    kind: type[AnySaver], scheme: str, again: bool, tmp_path: Path
+) -> None:
+    topology = Topology(tp=2)
+    shards = [topology.shard(SPEC, tp_rank=rank) for rank in range(2)]
+    with temporary_url(scheme, tmp_path, "capacity=8MiB") as url, open_space(url) as (pool, space, chunks):
+        with one_saver(kind, space, shards[0]) as saver, one_saver(Saver, space, shards[1]) as peer:
+            begin(saver, chunks)
+            saver.layer_done(0)
+            wait_until(lambda: pool.stats().store.pending_bytes > 0, 10, "the first layer is stored")
+            if scheme == "file" or kind is Saver:
+                wait_until(lambda: saver.num_bytes > 0, 10, "the first layer is stored")
+            pool.clear()
+            if again:
+                begin(peer, chunks)
+                peer.layer_done(0)
+                wait_until(lambda: peer.num_bytes > 0, 10, "the other rank's first layer is stored")
+            for layer in LAYERS[1:]:
+                saver.layer_done(layer)
+            assert saver.drain(30)
+            assert saver.num_dropped == len(chunks)
+            assert not any(status.stored for status in saver.statuses.elements())
+            if again:
+                for layer in LAYERS[1:]:
+                    peer.layer_done(layer)
+                assert peer.drain(30)
+                assert peer.num_dropped == len(chunks), "it waits for what never comes"
+        assert not any(space.exists(chunks))
+        assert pool.stats().store.pending_bytes == 0
+        assert pool.verify().clean
+
+
+@kinds
+def test_a_rank_does_not_bring_back_what_its_peer_gave_up(kind: type[AnySaver]) -> None:
+    shards = [Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in range(2)]
+    with open_space("memory://?capacity=16MiB") as (pool, space, chunks):
+        with one_saver(kind, space, shards[0]) as roomy, one_saver(Saver, space, shards[1], room=2) as short:
+            begin(roomy, chunks[:6])
+            roomy.layer_done(0)
+            wait_until(lambda: pool.stats().store.pending_bytes == 6 * EXTENT, 10, "all are reserved")
+            begin(short, chunks[:6])  # four of them are given up for both
+            wait_until(lambda: pool.stats().store.aborted >= 4, 10, "the others are given up")
+            for layer in LAYERS:
+                short.layer_done(layer)
+                if layer:
+                    roomy.layer_done(layer)
+            assert roomy.drain(30)
+            assert short.drain(30)
+        assert space.exists(chunks[:6]) == [True] * 2 + [False] * 4
+        assert pool.stats().store.pending_bytes == 0
+        assert (short.num_dropped, roomy.num_dropped) == (4, 4)
+
+
+@kinds
+@pytest.mark.parametrize("group_bytes", [1, 1 << 30], ids=["every layer", "all at the end"])
+def test_what_was_given_up_may_be_saved_again_at_once(
+    kind: type[AnySaver], group_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aborts, "RETRY_S", 0.01)
+    shards = [Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in range(2)]
+    with (
+        open_space("memory://?capacity=16MiB") as (_, space, chunks),
+        one_saver(kind, space, shards[0], group_bytes=group_bytes) as one,
+        one_saver(kind, space, shards[1], group_bytes=group_bytes) as two,
+    ):
+        for saver in (one, two):
+            begin(saver, chunks)
+            saver.layer_done(0)
+            saver.discard()  # the step failed: all is given up, and owed to the other
+            assert saver.drain(30)
+        assert not any(space.exists(chunks))
+        for saver in (one, two):
+            begin(saver, chunks)
+        for layer in LAYERS:
+            for saver in (one, two):
+                saver.layer_done(layer)
+            time.sleep(0.1)  # a computation, in which nothing is to be saved
+        for saver in (one, two):
+            assert saver.drain(30)
+        assert all(space.exists(chunks)), (one.statuses, two.statuses)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_ranks_that_hold_the_same_heads_give_up_for_each_other(num_kv_heads: int) -> None:
+    spec = KVSpec.gqa(num_layers=4, num_kv_heads=num_kv_heads, head_dim=16, dtype="bfloat16")
+    with open_pool("memory://?capacity=16MiB") as pool:
+        space = pool.space(identity(), spec, chunk_tokens=32)
+        chunks = space.keys(range(32 * 6)).refs(6)
+        savers = list[Saver]()
+        for rank, room in ((0, 2), (1, 64)):
+            shard = Topology(tp=2).shard(spec, tp_rank=rank)
+            view, _ = cache_view(spec, shard, num_blocks=24, block_size=8, order=ORDERS[0])
+            layers, heads, tile = shard.local_shape(spec, 0, 32)
+            saver = Saver(space, view, shard, staging_bytes=room * layers * heads * tile, deadline_s=10.0)
+            savers.append(saver)
+            saver.save(chunks, np.arange(24, dtype=np.int32))
+            assert saver.drain(10)
+        wait_until(lambda: pool.stats().store.pending_bytes == 0, 10, "what nobody completes is given up")
+        assert space.exists(chunks) == [True] * 2 + [False] * 4
+        for saver in savers:
+            saver.close()
+
+
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
+def test_a_pool_that_fails_is_counted_and_given_up(by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_space("memory://?capacity=16MiB") as (pool, space, chunks), one_saver(Saver, space) as saver:
+        written, real = list[range](), space.write
+
+        def write(*args: object, **settings: object) -> list[Status]:
+            shard = args[1]
+            assert isinstance(shard, Shard)
+            written.append(shard.layers)
+            if len(written) == (2 if by_layer else 1):
+                raise StoreError("no")
+            return real(*args, **settings)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(space, "write", write)
+        if by_layer:
+            begin(saver, chunks)
+            for layer in LAYERS:
+                saver.layer_done(layer)
+        else:
+            saver.save(chunks, saver.blocks)  # type: ignore[union-attr]
+        assert saver.drain(10)
+        assert written == ([range(1), range(1, 2)] if by_layer else [range(4)])
+        assert saver.num_dropped == len(chunks)
+        assert pool.stats().store.pending_bytes == 0
+
+
+def test_what_the_store_refuses_is_counted() -> None:
+    with open_space("memory://?capacity=16MiB") as (_, space, chunks), one_saver(Saver, space) as saver:
+        saver.save(chunks[1:], saver.blocks)  # type: ignore[union-attr]
+        assert saver.drain(10)
+        assert saver.statuses == {Status.NO_PARENT: len(chunks) - 1}
+        assert saver.num_dropped == len(chunks) - 1
+
+
+def test_a_gather_that_fails_gives_every_slot_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_space("memory://?capacity=16MiB") as (pool, space, chunks), one_saver(Saver, space) as saver:
+        other = space.keys(range(1000, 1032)).refs(1)
+        begin(saver, chunks[:2])
+        begin(saver, other)
+        for layer in LAYERS[:-1]:
+            saver.layer_done(layer)
+        real, calls = saver._gather, list[int]()
+
+        def gather(*args: object) -> None:
+            calls.append(0)
+            if len(calls) == 2:
+                raise MemoryError
+            real(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(saver, "_gather", gather)
+        with pytest.raises(MemoryError):
+            saver.layer_done(LAYERS[-1])
+        assert not saver.has_open
+        assert saver.drain(10)
+        assert sorted(saver._slots.take(1000)) == list(range(saver._slots.count))
+        assert not any(space.exists([*chunks[:2], *other]))
+        wait_until(lambda: pool.stats().store.pending_bytes == 0, 10, "what was begun is given up")
+
+
+@schemes
+def test_a_piece_that_continues_another_needs_its_record(scheme: str, tmp_path: Path) -> None:
+    with temporary_url(scheme, tmp_path, "capacity=8MiB") as url, open_space(url) as (pool, space, chunks):
+        first, rest = replace(WHOLE, layers=LAYERS[:1]), replace(WHOLE, layers=LAYERS[1:])
+        tiles = [[np.zeros(shard.local_shape(SPEC, 0, 32), np.uint8)] for shard in (first, rest)]
+        one = chunks[:1]
+        assert space.write(one, rest, tiles[1], before=first.layers) == [Status.LOST]
+        assert pool.stats().store.pending_bytes == 0
+        assert space.write(one, first, tiles[0]) == [Status.OK]
+        pool.clear()
+        assert space.write(one, rest, tiles[1], before=first.layers) == [Status.LOST]
+        # A record of somebody else in this server, which has other layers.
+        assert space.write(one, replace(WHOLE, layers=LAYERS[3:]), [tiles[1][0][:1]]) == [Status.OK]
+        two = replace(WHOLE, layers=LAYERS[1:3])
+        assert space.write(one, two, [tiles[1][0][:2]], before=first.layers) == [Status.LOST]
+        assert space.write(one, first, tiles[0]) == [Status.OK]
+        assert space.write(one, two, [tiles[1][0][:2]], before=first.layers) == [Status.OK]
+        assert space.exists(one) == [True]
+        assert space.write(one, two, [tiles[1][0][:2]], before=first.layers) == [Status.EXISTS]
