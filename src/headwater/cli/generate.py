@@ -18,11 +18,13 @@ from headwater.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from headwater.serve.local import LocalModel
 
-MaxTokens = Annotated[int | None, typer.Option(help="Tokens at most; if not given, until the model ends or is full.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Tokens at most; without a limit, until the model ends or is full.")
+]
 Temperature = Annotated[float, typer.Option(help="0 always takes the best token.")]
 TopP = Annotated[float, typer.Option(help="Keep the best tokens that have this probability together.")]
 TopK = Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable; if not given, every run differs.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable; if not given, every run draws anew.")]
 System = Annotated[str | None, typer.Option(help="A system message.")]
 
 # Small models ramble at OpenAI's defaults: SmolLM2's best first token is often ahead of nonsense by a hair.

@@ -47,9 +47,11 @@ def _choose_device(config: EngineConfig) -> tuple[torch.device, str]:
         return torch.device("cpu"), "as asked"
     if config.device == "auto" and not num_gpus:
         return torch.device("cpu"), "no CUDA device found"
+    if not num_gpus:
+        raise EngineConfigError("device is 'cuda' and this machine has no GPU that torch can use; try --device cpu")
     if num_gpus < config.tensor_parallel_size:
         raise EngineConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size} and this machine has {num_gpus} GPUs; "
+            f"tensor_parallel_size is {config.tensor_parallel_size} and this machine has {num_gpus} GPU(s); "
             "choose a smaller one, or --device cpu"
         )
     return torch.device("cuda", 0), "as asked" if config.device == "cuda" else f"{num_gpus} found"

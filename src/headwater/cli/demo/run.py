@@ -75,6 +75,8 @@ class Outcome:
 
     url: str
     kept: bool
+    is_own: bool
+    """Whether the pool was made for the demo."""
     note: str
     num_tokens: int
     results: list[ServerResult]
@@ -105,7 +107,7 @@ def run_demo(url: str | None, num_tokens: int, keep: bool, progress: Progress) -
         with held_pool(place) as pool:
             results = [ServerResult(server, run_server(server, place, num_tokens, done)) for server in SERVERS]
             store = pool.stats().store
-        return Outcome(place, keep or url is not None, note, num_tokens, results, store)
+        return Outcome(place, keep or url is not None, url is None, note, num_tokens, results, store)
 
 
 @contextmanager

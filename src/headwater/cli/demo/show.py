@@ -13,7 +13,7 @@ from headwater.stores.url import format_size
 if TYPE_CHECKING:
     from rich.console import Console
 
-_NEXT = ("stats", "ls", "verify", "clear --remove")
+_NEXT = ("stats", "ls", "verify")
 
 
 def show(outcome: Outcome, out: Console) -> None:
@@ -34,7 +34,8 @@ def show(outcome: Outcome, out: Console) -> None:
         out.print("WRONG: a reader did not find the whole prompt, or found other bytes than were written.\n")
     if outcome.kept:
         url = shlex.quote(outcome.url)
-        out.print("Try next:", *(f"headwater pool {verb} {url}" for verb in _NEXT), sep="\n  ")
+        clear = "clear --remove" if outcome.is_own else "clear --identity headwater-demo"
+        out.print("Try next:", *(f"headwater pool {verb} {url}" for verb in (*_NEXT, clear)), sep="\n  ")
     else:
         out.print("The pool is gone again. To keep one and look at it: headwater pool demo --keep")
 

@@ -51,5 +51,6 @@ def import_zmq() -> Any:
         return import_module("zmq")
     except ImportError as error:
         raise StoreError(
-            f"look-ups in another process need pyzmq ({error}); pip install 'headwater[lookup]', or use a shm:// pool"
+            f"look-ups in another process need pyzmq ({error}); pip install '/path/to/headwater[lookup]', or use a "
+            "shm:// pool"
         ) from error
