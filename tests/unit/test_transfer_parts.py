@@ -18,7 +18,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.pool import Space, open_pool
-from headwater.stores.base import Status
+from headwater.stores.base import Reservation, Status
 from headwater.transfer import aborts
 from headwater.transfer.device_saver import DeviceSaver
 from headwater.transfer.saver import Saver
@@ -262,3 +262,83 @@ def test_a_piece_that_continues_another_needs_its_record(scheme: str, tmp_path: 
         assert space.write(one, two, [tiles[1][0][:2]], before=first.layers) == [Status.OK]
         assert space.exists(one) == [True]
         assert space.write(one, two, [tiles[1][0][:2]], before=first.layers) == [Status.EXISTS]
+
+
+@kinds
+def test_what_a_step_did_not_finish_is_counted_once(kind: type[AnySaver]) -> None:
+    with open_space("memory://?capacity=16MiB") as (pool, space, chunks), one_saver(kind, space) as saver:
+        begin(saver, chunks[1:4])  # refused, for want of a parent
+        saver.layer_done(0)
+        wait_until(lambda: saver.statuses[Status.NO_PARENT] == 3, 10, "the first layer is refused")
+        saver.discard()
+        assert saver.drain(10)
+        wait_until(lambda: saver.num_dropped == 3, 10, "all are counted")
+        begin(saver, chunks[:4])
+        saver.layer_done(0)
+        saver.layer_done(0)  # another step, without a word about this one
+        assert not saver.has_open
+        assert saver.drain(10)
+        wait_until(lambda: saver.num_dropped == 7, 10, "all are counted")
+        assert not any(space.exists(chunks))
+        assert pool.stats().store.pending_bytes == 0
+
+
+@kinds
+def test_what_was_refused_is_owed_to_a_rank_that_is_behind(kind: type[AnySaver]) -> None:
+    shards = [Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in range(2)]
+    with (
+        open_space("memory://?capacity=16MiB") as (pool, space, chunks),
+        one_saver(kind, space, shards[0]) as first,
+        one_saver(Saver, space, shards[1]) as behind,
+    ):
+        begin(first, chunks[1:4])  # refused, for want of a parent
+        for layer in LAYERS:
+            first.layer_done(layer)
+        assert first.drain(10)
+        for saver in (first, behind):
+            saver.save(chunks[:1], saver.blocks)  # type: ignore[union-attr]
+            assert saver.drain(10)
+        behind.save(chunks[1:4], behind.blocks)  # type: ignore[union-attr]
+        assert behind.drain(10)
+        wait_until(lambda: pool.stats().store.pending_bytes == 0, 10, "what the first was refused is given up")
+        assert space.exists(chunks[:4]) == [True, False, False, False]
+
+
+def test_a_request_that_is_late_takes_nothing_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_space("memory://?capacity=16MiB") as (pool, space, chunks), one_saver(DeviceSaver, space) as saver:
+        real, calls = space.reserve, list[int]()
+
+        def reserve(wanted: list[ChunkRef], shard: Shard, **settings: float) -> list[Reservation]:
+            calls.append(len(wanted))
+            extents = real(wanted, shard, **settings)
+            if len(calls) == 2:
+                for extent in extents:
+                    extent.close()
+                    extent.status = Status.TIMEOUT
+            return extents
+
+        monkeypatch.setattr(space, "reserve", reserve)
+        begin(saver, chunks)
+        begin(saver, chunks[:4])
+        for layer in LAYERS:
+            saver.layer_done(layer)
+        assert saver.drain(10)
+        assert calls == [len(chunks), 4]
+        assert all(space.exists(chunks)), saver.statuses
+        assert saver.num_dropped == 0
+        assert pool.stats().store.pending_bytes == 0
+
+
+@pytest.mark.parametrize("group_bytes", [1, 1 << 30], ids=["every layer", "all at the end"])
+def test_one_tenants_failure_is_nobody_elses(group_bytes: int) -> None:
+    with open_space("memory://?capacity=16MiB") as (pool, space, chunks):
+        with one_saver(Saver, space, group_bytes=group_bytes) as saver:
+            unknown = open_pool("memory://?capacity=4MiB").space(identity(), SPEC, chunk_tokens=32)
+            begin(saver, unknown.keys(range(64), tenant=b"unknown here").refs(2))
+            begin(saver, chunks)
+            for layer in LAYERS:
+                saver.layer_done(layer)
+            assert saver.drain(10)
+            assert all(space.exists(chunks))
+            assert (saver.num_dropped, saver.statuses[Status.OK]) == (2, len(chunks))
+        assert pool.stats().store.pending_bytes == 0

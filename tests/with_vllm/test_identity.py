@@ -83,6 +83,15 @@ def test_everything_that_changes_kv_changes_it(qwen3: Path, qwen3_twin: Path, tm
     assert len(set(found)) == len(found)
 
 
+def test_what_vllm_does_to_a_config_while_it_runs_changes_nothing(qwen3: Path, tmp_path: Path) -> None:
+    """Some of its models change it while they are built, in workers and not in the scheduler."""
+    config = config_of(changed(qwen3, tmp_path / "unknown", model_type="gemma2"))
+    before = identity(config)
+    config.model_config.hf_text_config.rope_parameters = {"rope_type": "deepseek_yarn"}
+    config.model_config.hf_text_config.num_ln_in_parallel_attn = 2
+    assert identity(config) == before
+
+
 def test_what_is_not_certain_is_declined(qwen3: Path, tmp_path: Path) -> None:
     for config in (config_of(qwen3, cache_dtype="fp8"), config_of(qwen3, load_format="sharded_state")):
         with pytest.raises(DeclinedError):

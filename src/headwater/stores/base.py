@@ -46,7 +46,7 @@ class Status(IntEnum):
 
     @property
     def failed(self) -> bool:
-        """Whether a written item is not in the store, and nobody else is writing it either."""
+        """Whether a written item is not in the store, for all its writer knows. BUSY: somebody else stores it."""
         return self > Status.EXISTS and self != Status.BUSY
 
 

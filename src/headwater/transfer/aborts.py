@@ -7,11 +7,14 @@ come. So giving up is repeated for a while, unless this rank takes the chunk up 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
+from headwater.errors import HeadwaterError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
+from headwater.stores.base import Status
 
 RETRY_S = 0.1
 OWED_S = 2.0
@@ -36,6 +39,16 @@ class Aborts:
             self._owed.update({chunk.key: (chunk, until) for chunk in chunks})
         self._space.abort(chunks)
 
+    def give_up_failed(self, outcome: Iterable[tuple[ChunkRef, Status]], *, has_begun: bool) -> int:
+        """Give up what could not be stored; how many those were.
+
+        A chunk that was not even begun in time is left alone: this rank's part of it may be in, by another request.
+        """
+        failed = [(chunk, status) for chunk, status in outcome if status.failed]
+        if lost := [chunk for chunk, status in failed if has_begun or status != Status.TIMEOUT]:
+            self.give_up(lost)
+        return len(failed)
+
     def take_up(self, chunks: Sequence[ChunkRef]) -> None:
         """Chunks that this rank saves now. Cheap where nothing is owed."""
         if self._owed:
@@ -48,7 +61,8 @@ class Aborts:
         return RETRY_S if self._owed else None
 
     def retry(self) -> None:
-        """Give up what has been begun since. Cheap where nothing is owed."""
+        """Give up what has been begun since. Cheap where nothing is owed, and what cannot be given up expires."""
         now = time.monotonic()
         self._owed = {key: owed for key, owed in self._owed.items() if now < owed[1]}
-        self._space.abort([chunk for chunk, _ in self._owed.values()])
+        with suppress(HeadwaterError, OSError):
+            self._space.abort([chunk for chunk, _ in self._owed.values()])

@@ -52,8 +52,8 @@ class SaveJob:
     """Its extents are reserved, all of them at once."""
     in_place: bool = True
     num_alive: int = field(init=False)
-    failed: set[int] = field(default_factory=set)
-    """Chunks that were written through, and not completely, or that have no checksums."""
+    ended: set[int] = field(default_factory=set)
+    """Chunks of which nothing more is stored, and that are counted: there already, refused, or lost."""
     num_settled: int = 0
     sums: npt.NDArray[np.uint64] | None = None
     """(chunks, layers, heads), as far as they have come."""

@@ -211,7 +211,6 @@ class DeviceSaver:
             job.rooms.append((range(done, done + room.num_units), room))
             done += room.num_units
         if done < job.num_kept:
-            self._num_full += job.num_kept - done
             job.num_kept = done
             self._sender.cut(job, done)
         job.parts = [job.plan.part(spans) for spans, _ in job.rooms]
@@ -261,7 +260,6 @@ class DeviceSaver:
             self._open.remove(job)
             for _, room in job.rooms:
                 self._sender.pass_on(room, unused)
-            self._num_full += job.num_kept
             job.num_kept, job.rooms = 0, []
             self._sender.cut(job, 0)
 

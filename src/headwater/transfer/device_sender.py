@@ -213,22 +213,22 @@ class Sender:
                 job.targets.update(zip(spans, targets, strict=True))
                 self._filling.update(keys)
                 return True
-            refused = []
+            refused = list[tuple[int, Status]]()
             for row, (chunk, extent) in enumerate(zip(chunks, extents, strict=True)):
                 place, address, status = places[row], addresses[row], extent.status
-                if status == Status.OK and place is None:
-                    status = Status.LOST
-                elif status == Status.OK and chunk.key in self._filling:
+                if status != Status.EXISTS and chunk.key in self._filling:
                     status = Status.BUSY
+                elif status == Status.OK and place is None:
+                    status = Status.LOST
                 elif status == Status.OK and noted[row]:
                     status = Status.EXISTS
                 if status != Status.OK or place is None or address is None:
-                    refused.append((chunk, status))
+                    refused.append((spans[row], status))
                     extent.close()
                 else:
                     job.targets[spans[row]] = Target(address, address + place.offset, extent)
                     self._filling.add(chunk.key)
-            self._refuse(refused)
+            self._refuse(job, refused, has_begun=False)
         except BaseException:
             for extent in extents:
                 extent.abort()
@@ -256,8 +256,9 @@ class Sender:
         try:
             if work.plan is None:
                 raise EngineError("the gather was not launched")
+            if not job.is_open:
+                self._aborts.take_up(job.chunks)
             if job.sums is None:
-                self._aborts.take_up(job.chunks[: job.num_alive])
                 job.sums = np.zeros((len(job.chunks), len(self._shard.layers), len(self._shard.heads)), np.uint64)
             starts = staged_starts(work.plan, len(work.layers))
             for spans in self._batches(work):
@@ -382,13 +383,12 @@ class Sender:
             if (target := job.targets.pop(span, None)) is not None:
                 self._filling.discard(job.chunks[span].key)
                 target.extent.abort()
-                job.failed.add(span)
+                job.ended.add(span)
+                self.num_dropped += 1
 
     def _commit(self, job: SaveJob, spans: range) -> None:
         filled = [span for span in spans if span in job.targets]
-        extents = {span: job.targets.pop(span).extent for span in filled}
-        num_known = 0
-        self.num_dropped += len(job.failed.intersection(spans))
+        extents, num_known = {span: job.targets.pop(span).extent for span in filled}, 0
         try:
             assert job.sums is not None
             for owned, layers, group in job.by_owned(filled, self._shard):
@@ -402,7 +402,7 @@ class Sender:
                 for span in lost:
                     tokens -= job.chunks[span].num_tokens
                     extents[span].abort()
-                self._refuse([(job.chunks[span], outcome[group.index(span)]) for span in lost])
+                self._refuse(job, [(span, outcome[group.index(span)]) for span in lost], has_begun=True)
                 self.num_bytes += owned.num_tiles * tokens * self._space.spec.row_bytes
         except Exception:
             log.exception("a commit failed")
@@ -422,6 +422,7 @@ class Sender:
         if job.num_settled == len(job.chunks):
             return  # its end was quicker
         job.num_alive = num_kept
+        self.num_dropped += len(set(lost) - job.ended)
         try:
             given_up = []
             for span in reversed(lost):
@@ -445,17 +446,17 @@ class Sender:
             target = job.targets.pop(span)
             self._filling.discard(job.chunks[span].key)
             target.extent.abort()
+        left = range(job.num_alive) if job.is_open else range(job.num_settled, len(job.chunks))
         job.num_alive = 0
-        num_left = len(job.chunks) - job.num_settled
-        self.num_dropped += num_left
-        self._settle(job, num_left)
+        self.num_dropped += len(set(left) - job.ended)
+        self._settle(job, len(job.chunks) - job.num_settled)
 
-    def _refuse(self, refused: Sequence[tuple[ChunkRef, Status]]) -> None:
-        """Count chunks that this rank does not save, and give up those that nobody else saves either."""
+    def _refuse(self, job: SaveJob, refused: Sequence[tuple[int, Status]], *, has_begun: bool) -> None:
+        """Count chunks that this rank does not save, and give up what nobody else will."""
         self.statuses.update([status for _, status in refused])
-        if failed := [chunk for chunk, status in refused if status.failed]:
-            self.num_dropped += len(failed)
-            self._aborts.give_up(failed)
+        job.ended.update([span for span, _ in refused])
+        outcome = [(job.chunks[span], status) for span, status in refused]
+        self.num_dropped += self._aborts.give_up_failed(outcome, has_begun=has_begun)
 
     # ---- through the processor ----------------------------------------------------------------------------------
     def _write_through(self, work: Gathered, spans: range, low: int, high: int, commits: range) -> None:
@@ -476,7 +477,7 @@ class Sender:
         for span in spans:
             shape = (len(work.layers), len(shard.heads), plan.tile_bytes(span - work.spans.start))
             size = shape[0] * shape[1] * shape[2]
-            if span < job.num_alive and span not in job.failed:
+            if span < job.num_alive and span not in job.ended:
                 numbers.append(span)
                 tiles.append(whole[at : at + size].reshape(shape))
             at += size
@@ -486,8 +487,7 @@ class Sender:
         # A chunk is counted once: where it fails, or when its last layers are in.
         self.statuses.update([status for status in outcome if work.is_last and status.stored])
         bad = [(number, status) for number, status in zip(numbers, outcome, strict=True) if not status.stored]
-        job.failed.update([number for number, _ in bad])
-        self._refuse([(job.chunks[number], status) for number, status in bad])
+        self._refuse(job, bad, has_begun=before is not None)
         if commits:
             self._settle(job, len(commits))
 

@@ -61,10 +61,20 @@ class _Part:
 
 @dataclass(frozen=True)
 class _GiveUp:
-    """Chunks that will not be complete, and slots that are free once what was queued before is written."""
+    """A save that will not be complete; its slots are free once what was queued before is written."""
+
+    save: _Save
+
+
+@dataclass(frozen=True)
+class _Drop:
+    """Chunks that there was no room for."""
 
     chunks: Sequence[ChunkRef]
-    slots: list[int]
+
+
+_Item = _Begin | _Part | _GiveUp | _Drop
+"""What the sender is told to do, in this order."""
 
 
 class Saver:
@@ -89,16 +99,25 @@ class Saver:
         self._layer_bytes = heads * tile
         self._slots = Slots(layers * heads * tile, staging_bytes)
         self._aborts = Aborts(space, shard)
-        self._queue: queue.SimpleQueue[_Begin | _Part | _GiveUp | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._open: list[_Save] = []
         """Saves whose layers are being computed, all in one step."""
         self._groups: list[range] = []
         """The groups of layers of that step that are still in the cache; none before its first layer."""
+        self._num_layers = 0
+        """Layers of that step that are computed."""
         self.statuses: Counter[Status] = Counter()
-        self.num_dropped = 0
+        self._num_full = 0
+        self._num_failed = 0
+        """By the sender's thread."""
         self.num_bytes = 0
         self._thread = threading.Thread(target=self._run, name="headwater-saver", daemon=True)
         self._thread.start()
+
+    @property
+    def num_dropped(self) -> int:
+        """Chunks that were not saved, because staging was full or the pool or a step failed."""
+        return self._num_full + self._num_failed
 
     def save(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
         """Take the KV of these chunks (in order, parents first) out of the cache, as much as there is room for."""
@@ -118,10 +137,10 @@ class Saver:
     def begin(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
         """Take these chunks in the course of the coming step: `layer_done` says when a layer of them is computed.
 
-        What several requests have is taken once, from the first of them. What an earlier step began and did not finish
-        is given up.
+        What several requests have is taken once, from the first of them. What an earlier step computed only in part is
+        given up; one that was not run at all must be discarded.
         """
-        if self._groups:
+        if self._num_layers:
             self.discard()
         taken = {chunk.key for save in self._open for chunk in save.chunks}
         chunks = [chunk for chunk in chunks if chunk.key not in taken]
@@ -129,9 +148,12 @@ class Saver:
             self._open.append(save)
 
     def layer_done(self, layer: int) -> None:
-        """The KV of one layer is in the cache; the layers before it were so already."""
-        if not self._open:
+        """The KV of one layer (of the whole model) is in the cache; the layers before it were so already."""
+        if self._open and layer in self._shard.layers and layer != self._shard.layers[self._num_layers]:
+            self.discard()  # a step that was not finished, and another one now
+        if not self._open or layer not in self._shard.layers:
             return
+        self._num_layers += 1
         if not self._groups:
             # The same for all: a chunk can only be stored when its parent is, which may be another request's.
             num_chunks = sum([len(save.chunks) for save in self._open])
@@ -145,7 +167,7 @@ class Saver:
                 raise
             self._queue.put(_Part(self._open, self._groups.pop(0)))
         if not self._groups:
-            self._open = []
+            self._open, self._num_layers = [], 0
 
     @property
     def has_open(self) -> bool:
@@ -155,7 +177,7 @@ class Saver:
     def discard(self) -> None:
         """The step failed: give up what was begun."""
         self._give_up(self._open)
-        self._open, self._groups = [], []
+        self._open, self._groups, self._num_layers = [], [], 0
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything that was taken is in the pool or given up."""
@@ -176,8 +198,8 @@ class Saver:
         slots = self._slots.take(len(chunks))
         taken, dropped = chunks[: len(slots)], chunks[len(slots) :]
         if dropped:
-            self.num_dropped += len(dropped)
-            self._queue.put(_GiveUp(dropped, []))
+            self._num_full += len(dropped)
+            self._queue.put(_Drop(dropped))
         if not taken:
             return None
         try:
@@ -191,7 +213,7 @@ class Saver:
 
     def _give_up(self, saves: Sequence[_Save]) -> None:
         for save in saves:
-            self._queue.put(_GiveUp(save.chunks, save.slots))
+            self._queue.put(_GiveUp(save))
 
     def _gather(self, save: _Save, layers: range) -> None:
         gather(save.plan, layers, [self._tiles(save, i, layers) for i in range(len(save.chunks))])
@@ -217,42 +239,47 @@ class Saver:
             if item is None:
                 break
 
-    def _handle(self, item: _Begin | _Part | _GiveUp | None) -> None:
+    def _handle(self, item: _Item | None) -> None:
         if isinstance(item, _Part):
             try:
-                self._store(item)
+                for root in dict.fromkeys([save.chunks[0].root for save in item.saves]):
+                    self._store([save for save in item.saves if save.chunks[0].root == root], item.layers)
             finally:
                 if item.layers[-1] == self._shard.layers[-1]:
                     self._slots.give_back([slot for save in item.saves for slot in save.slots])
         elif isinstance(item, _GiveUp):
+            self._num_failed += len(item.save.chunks) - len(item.save.failed)
             try:
-                self._aborts.give_up(item.chunks)
+                self._aborts.give_up(item.save.chunks)
             finally:
-                self._slots.give_back(item.slots)
+                self._slots.give_back(item.save.slots)
+        elif isinstance(item, _Drop):
+            self._aborts.give_up(item.chunks)
         elif item is None or not item.chunks:
             self._aborts.retry()
         else:
             self._aborts.take_up(item.chunks)
 
-    def _store(self, part: _Part) -> None:
-        """Write one group of layers. A chunk is given up at its first failure: it can never be complete."""
-        live = [(save, n) for save in part.saves for n in range(len(save.chunks)) if n not in save.failed]
+    def _store(self, saves: Sequence[_Save], layers: range) -> None:
+        """Write one group of layers of saves with one root. A chunk is given up at its first failure: it can never be
+        complete. A pool that raises an error has lost all of them."""
+        live = [(save, n) for save in saves for n in range(len(save.chunks)) if n not in save.failed]
         if not live:
             return
-        own, layers = self._shard.layers, part.layers
+        own = self._shard.layers
         chunks = [save.chunks[number] for save, number in live]
         tiles = [self._tiles(save, number, layers) for save, number in live]
         before = layers_before(own, layers)
-        outcome = [Status.LOST] * len(chunks)  # of a pool that raises an error
         try:
             shard = replace(self._shard, layers=layers)
             outcome = self._space.write(chunks, shard, tiles, before=before, deadline_s=self._deadline_s)
-        finally:
-            self.num_bytes += sum([t.nbytes for t, status in zip(tiles, outcome, strict=True) if status is Status.OK])
-            self.statuses.update([status for status in outcome if layers[-1] == own[-1] or not status.stored])
-            for (save, number), status in zip(live, outcome, strict=True):
-                if not status.stored:
-                    save.failed.add(number)
-            if failed := [chunk for chunk, status in zip(chunks, outcome, strict=True) if status.failed]:
-                self.num_dropped += len(failed)
-                self._aborts.give_up(failed)
+        except Exception:  # it costs the next server time, and this one nothing
+            log.exception("a save failed")
+            outcome = [Status.LOST] * len(chunks)
+        self.num_bytes += sum([t.nbytes for t, status in zip(tiles, outcome, strict=True) if status is Status.OK])
+        self.statuses.update([status for status in outcome if layers[-1] == own[-1] or not status.stored])
+        for (save, number), status in zip(live, outcome, strict=True):
+            if not status.stored:
+                save.failed.add(number)
+        stored = zip(chunks, outcome, strict=True)
+        self._num_failed += self._aborts.give_up_failed(stored, has_begun=before is not None)

@@ -19,6 +19,7 @@ from headwater.kv.checkpoint import checkpoint_label, digest_checkpoint
 from headwater.kv.identity import Identity, canonical_rope, canonical_settings
 from headwater.kv.spec import KVSpec
 from headwater.models.config_hf import config_from_hf
+from headwater.models.fields import read_json
 
 _RUN_AS_STORED = ("auto", "safetensors", "pt", "hf", "gguf", "runai_streamer", "fastsafetensors", "instanttensor")
 """Load formats that read the checkpoint and change nothing."""
@@ -130,34 +131,34 @@ def _server_name(config: Any) -> bytes:
 
 
 def _rope(model: Any) -> Mapping[str, Any]:
-    """Rope as the reference engine would name it; models that it does not run are named by what their config says.
+    """Rope as the reference engine would name it; of models that it does not run, `_settings` names all of the config.
 
     Overrides of the config on the command line may change activations in any way, so they count as they are.
     """
-    values = model.hf_text_config.to_dict()
     try:
-        rope: dict[str, Any] = json.loads(json.dumps(asdict(config_from_hf(values).rope)))
+        rope: dict[str, Any] = json.loads(json.dumps(asdict(config_from_hf(model.hf_text_config.to_dict()).rope)))
     except ModelError:
-        given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-        rope = {"architectures": list(model.hf_config.architectures or ()), "parameters": json.loads(json.dumps(given))}
-        rope |= {name: values[name] for name in ("rope_theta", "partial_rotary_factor") if values.get(name) is not None}
+        rope = {"architectures": list(model.hf_config.architectures or ())}
     if model.hf_overrides:
         rope["overrides"] = hashlib.sha256(repr(model.hf_overrides).encode()).hexdigest()
     return rope
 
 
 def _settings(model: Any) -> Mapping[str, Any]:
-    """The other settings as the reference engine would name them; for models that it does not run, all of their config,
-    of which nobody here knows what changes activations."""
-    values = model.hf_text_config.to_dict()
+    """The other settings as the reference engine would name them; of models that it does not run, the whole file of
+    their config, of which nobody here knows what changes activations.
+
+    The file: vLLM changes the config of some models while it builds them, in its workers and not in its scheduler.
+    A model that is one file has its config among the bytes of its weights.
+    """
     try:
-        return config_from_hf(values).settings
+        return config_from_hf(model.hf_text_config.to_dict()).settings
     except ModelError:
-        known = {name: value for name, value in values.items() if name not in _NAMES_OF_FILES}
-        text = json.dumps(known, sort_keys=True, default=str)
-        if " at 0x" in text:
-            raise DeclinedError("the config has parts that only this process knows") from None
-        return {"config": hashlib.sha256(text.encode()).hexdigest()}
+        path = _local_path(model)
+        if path.is_file():
+            return {}
+        known = {name: value for name, value in read_json(path / "config.json").items() if name not in _NAMES_OF_FILES}
+        return {"config": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()}
 
 
 def _local_path(model: Any) -> Path:
