@@ -343,5 +343,5 @@ def test_without_pyzmq_the_remedy_is_named(space: Space, monkeypatch: pytest.Mon
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(base, "import_module", missing)
-    with pytest.raises(StoreError, match=r"pip install 'headwater\[lookup\]'"):
+    with pytest.raises(StoreError, match=r"pip install '/path/to/headwater\[lookup\]'"):
         LookupServer(space)

@@ -63,6 +63,7 @@ def changed(model: Path, directory: Path, **settings: Any) -> Path:
 
 def test_everything_that_changes_kv_changes_it(qwen3: Path, qwen3_twin: Path, tmp_path: Path) -> None:
     fp8 = {"quantization": "fp8"}
+    elsewhere = changed(qwen3, tmp_path / "elsewhere", model_type="gemma2", rms_norm_eps=1e-2)
     found = [
         identity(config_of(qwen3)),
         identity(config_of(qwen3_twin)),
@@ -74,6 +75,7 @@ def test_everything_that_changes_kv_changes_it(qwen3: Path, qwen3_twin: Path, tm
         identity(config_of(qwen3, model={"hf_overrides": {"rope_theta": 5000.0}})),
         identity(config_of(changed(qwen3, tmp_path / "eps", rms_norm_eps=1e-3))),
         identity(config_of(changed(qwen3, tmp_path / "unknown", model_type="gemma2"))),
+        identity(config_of(tmp_path / "unknown", model={"hf_config_path": str(elsewhere)})),
         identity(config_of(changed(qwen3, tmp_path / "act", model_type="gemma2", hidden_activation="gelu"))),
         identity(config_of(qwen3), read_options({"epoch": 1}, "kv_both")),
         identity(config_of(qwen3), read_options({"sample_weights": True}, "kv_both")),

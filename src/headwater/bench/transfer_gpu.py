@@ -11,6 +11,7 @@ import os
 import queue
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -369,6 +370,7 @@ def _interference(bench: TransferBench, rank: _Rank, out_rate: float, device: to
     saver, num_layers, extent = rank.saver, bench.num_layers, rank.space.spec.extent_bytes(bench.chunk_tokens)
     num_steps = max(1, round(bench.num_products / num_layers))
     saved: dict[str, list[float]] = {"layers": [], "at_once": []}
+    dropped: Counter[str] = Counter()
 
     def products(after: Callable[[int], object], num_products: int = num_steps * num_layers) -> None:
         ahead: list[torch.cuda.Event] = []
@@ -384,13 +386,14 @@ def _interference(bench: TransferBench, rank: _Rank, out_rate: float, device: to
         rank.renew()
         products(lambda number: None, num_layers)  # the clock of a device that did nothing is another one
         _wait_for(device)
-        before, start = saver.num_bytes, time.perf_counter()
+        before, dropped_before, start = saver.num_bytes, saver.num_dropped, time.perf_counter()
         products(after)
         _wait_for(device, all_streams=False)
         seconds = time.perf_counter() - start
         saver.drain(_DEADLINE_S)
         if name in saved:
             saved[name].append((saver.num_bytes - before) / (time.perf_counter() - start))
+            dropped[name] += saver.num_dropped - dropped_before
         return seconds
 
     step_s = min(timed("", lambda number: None) for _ in range(3)) / num_steps
@@ -416,7 +419,8 @@ def _interference(bench: TransferBench, rank: _Rank, out_rate: float, device: to
         "interference_saving_gbps": float(np.median(saved["layers"])) / 1e9,
         "interference_at_once": rounds.ratio("at_once", "alone"),
         "interference_at_once_saving_gbps": float(np.median(saved["at_once"])) / 1e9,
-        "interference_dropped": saver.num_dropped,
+        "interference_dropped": dropped["layers"],
+        "interference_at_once_dropped": dropped["at_once"],
     }
 
 

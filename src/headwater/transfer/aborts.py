@@ -31,10 +31,12 @@ class Aborts:
         """Whether other ranks write parts of the same chunks."""
         self._owed: dict[bytes, tuple[ChunkRef, float]] = {}
         """By key: what is to be given up again, and until when."""
+        self._due = 0.0
 
     def give_up(self, chunks: Sequence[ChunkRef]) -> None:
         """Give chunks up now, and again later: some of the other ranks may not have begun them yet."""
-        if self.has_peers:
+        if self.has_peers and chunks:
+            self._due = self._due if self._owed else time.monotonic() + RETRY_S
             until = time.monotonic() + OWED_S
             self._owed.update({chunk.key: (chunk, until) for chunk in chunks})
         self._space.abort(chunks)
@@ -60,9 +62,15 @@ class Aborts:
         """How long the thread may sleep before it calls `retry`; None: until there is something else to do."""
         return RETRY_S if self._owed else None
 
+    def retry_if_due(self) -> None:
+        """`retry` for a thread that is never idle."""
+        if self._owed and time.monotonic() >= self._due:
+            self.retry()
+
     def retry(self) -> None:
         """Give up what has been begun since. Cheap where nothing is owed, and what cannot be given up expires."""
         now = time.monotonic()
+        self._due = now + RETRY_S
         self._owed = {key: owed for key, owed in self._owed.items() if now < owed[1]}
         with suppress(HeadwaterError, OSError):
             self._space.abort([chunk for chunk, _ in self._owed.values()])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
-from headwater.stores.base import Reservation
+from headwater.pool.space import Space
+from headwater.stores.base import Reservation, Status
 from headwater.transfer.convert import Plan
 from headwater.transfer.device_ring import Room
 from headwater.transfer.lanes import Mark
@@ -152,3 +153,19 @@ class Batch(NamedTuple):
 
 Item = Gathered | Open | Cut | GiveUp | PassOn
 """What the sender is told to do, in this order."""
+
+
+def noted_tiles(space: Space, shard: Shard, chunks: Sequence[ChunkRef], extents: Sequence[Reservation]) -> list[int]:
+    """By chunk: how many of the tiles that this rank writes are in, or 1 where it writes none."""
+    found = [1] * len(chunks)
+    rows = [row for row, extent in enumerate(extents) if extent.status == Status.OK]
+    groups: dict[int, list[int]] = {}
+    for row in rows:
+        groups.setdefault(chunks[row].number % shard.replicas, []).append(row)
+    for group in groups.values():
+        owned = shard.owned(chunks[group[0]].number)[0]
+        if owned.layers:
+            counts = space.noted([extents[row] for row in group], owned)
+            for row, count in zip(group, counts, strict=True):
+                found[row] = count
+    return found

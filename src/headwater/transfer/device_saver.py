@@ -114,8 +114,15 @@ class DeviceSaver:
     # ---- layer by layer -----------------------------------------------------------------------------------------
     def begin(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
         """Take these chunks (parents first) in the course of the coming step: `layer_done` says when a layer of them is
-        computed. What an earlier step began and did not finish is given up."""
+        computed.
+
+        What several requests have is taken once, from the first of them. What an earlier step computed only in part is
+        given up; one that was not run at all must be discarded.
+        """
         self._end([job for job in self._open if job.num_layers])
+        taken = {chunk.key for job in self._open for chunk in job.chunks}
+        if taken:
+            chunks = [chunk for chunk in chunks if chunk.key not in taken]
         if not chunks:
             return
         self._open.append(SaveJob(chunks, plan_chunks(self._view, self._shard, chunks, block_ids), []))

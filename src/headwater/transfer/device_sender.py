@@ -6,8 +6,6 @@ sent before what has arrived is committed: the bus must not stand still meanwhil
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import queue
 import threading
@@ -20,20 +18,31 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headwater.errors import EngineError, HeadwaterError
+from headwater.errors import EngineError
 from headwater.kernels.post import post
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
-from headwater.stores.base import Reservation, Status
+from headwater.stores.base import Status
 from headwater.transfer.aborts import Aborts
 from headwater.transfer.convert import Plan
 from headwater.transfer.device_ring import BATCH_BYTES, DeviceRing, Room
-from headwater.transfer.device_save import Batch, Cut, Gathered, GiveUp, Item, Open, PassOn, SaveJob, Target
+from headwater.transfer.device_save import (
+    Batch,
+    Cut,
+    Gathered,
+    GiveUp,
+    Item,
+    Open,
+    PassOn,
+    SaveJob,
+    Target,
+    noted_tiles,
+)
 from headwater.transfer.extents import Piece, copy_extents, staged_starts, touch_extents
 from headwater.transfer.lanes import Lane, Mark, enter_thread, pinned
 from headwater.transfer.layers import layers_before
-from headwater.transfer.registered import Registered
+from headwater.transfer.registered import Preparer, Registered
 from headwater.transfer.verify import staged_checksums
 from headwater.transfer.view import PagedView
 
@@ -75,25 +84,13 @@ class Sender:
         self.num_bytes = 0
         self._thread = threading.Thread(target=self._run, name="headwater-device-saver", daemon=True)
         self._thread.start()
-        self._closing = False
-        self._preparer = threading.Thread(target=self._prepare, name="headwater-device-segments", daemon=True)
-        if self._in_place and view.device.type == "cuda":
-            self._preparer.start()
-
-    def _prepare(self) -> None:
-        """Get the store's segments and register them before they are needed: a third of a second a gigabyte, in which
-        the ring would be full and saves dropped."""
-        enter_thread(self._view.device)
-        with contextlib.suppress(HeadwaterError, OSError):
-            for number in itertools.count():
-                segment = None if self._closing else self._space.segment(number)
-                if segment is None or self._segments.address(segment) is None:
-                    return
+        with_preparer = self._in_place and view.device.type == "cuda"
+        self._preparer = Preparer(space, self._segments, view.device) if with_preparer else None
 
     def wait_prepared(self) -> None:
         """Wait until all segments are there. For measurements."""
-        if self._preparer.is_alive():
-            self._preparer.join()
+        if self._preparer is not None:
+            self._preparer.wait()
 
     # ---- from the thread that launches --------------------------------------------------------------------------
     def count(self, num_chunks: int) -> None:
@@ -128,9 +125,8 @@ class Sender:
 
     def close(self, timeout_s: float) -> None:
         """Drain, then stop the thread. Idempotent."""
-        self._closing = True
-        if self._preparer.is_alive():
-            self._preparer.join(timeout_s)
+        if self._preparer is not None:
+            self._preparer.close(timeout_s)
         if self._thread.is_alive():
             self.drain(timeout_s)
             self._queue.put(None)
@@ -153,6 +149,7 @@ class Sender:
                 break
             try:
                 self._finish() if item is None else self._handle(item)
+                self._aborts.retry_if_due()
             except Exception:
                 log.exception("a save failed")
         self._finish_all()
@@ -170,7 +167,7 @@ class Sender:
             item.unused.synchronize()
             self._ring.give_back(item.room.num_bytes)
         else:
-            self._aborts.give_up(item.chunks)
+            self._give_up(item.chunks)
 
     def _open(self, item: Open) -> None:
         """Not at once: whoever launches a step has no lead over the device yet, and would share the interpreter."""
@@ -204,7 +201,7 @@ class Sender:
                 for extent in extents:
                     extent.close()  # not aborted: other ranks' tiles may be in them, and this one's will come
                 return False
-            noted = self._noted(chunks, extents)
+            noted = noted_tiles(self._space, self._shard, chunks, extents)
             keys = [chunk.key for chunk in chunks]
             if not any(noted) and None not in places and self._filling.isdisjoint(keys):
                 # As usual: all of it is to be filled.
@@ -230,25 +227,10 @@ class Sender:
                     self._filling.add(chunk.key)
             self._refuse(job, refused, has_begun=False)
         except BaseException:
-            for extent in extents:
-                extent.abort()
+            for chunk, extent in zip(chunks, extents, strict=True):
+                extent.close() if chunk.key in self._filling else extent.abort()
             raise
         return True
-
-    def _noted(self, chunks: Sequence[ChunkRef], extents: Sequence[Reservation]) -> list[int]:
-        """By chunk: how many of the tiles that this rank writes are in, or 1 where it writes none."""
-        found = [1] * len(chunks)
-        rows = [row for row, extent in enumerate(extents) if extent.status == Status.OK]
-        groups: dict[int, list[int]] = {}
-        for row in rows:
-            groups.setdefault(chunks[row].number % self._shard.replicas, []).append(row)
-        for group in groups.values():
-            owned = self._shard.owned(chunks[group[0]].number)[0]
-            if owned.layers:
-                counts = self._space.noted([extents[row] for row in group], owned)
-                for row, count in zip(group, counts, strict=True):
-                    found[row] = count
-        return found
 
     def _send(self, work: Gathered) -> None:
         """Everything for one gather. What fails is dropped: it costs the next server time, and this one nothing."""
@@ -385,6 +367,7 @@ class Sender:
                 target.extent.abort()
                 job.ended.add(span)
                 self.num_dropped += 1
+        self._give_up(job.chunks[spans.start : spans.stop])
 
     def _commit(self, job: SaveJob, spans: range) -> None:
         filled = [span for span in spans if span in job.targets]
@@ -431,7 +414,7 @@ class Sender:
                     target.extent.abort()
                     given_up.append(job.chunks[span])
             if not (job.is_open and job.in_place):
-                self._aborts.give_up(job.chunks[num_kept:])
+                self._give_up(job.chunks[num_kept:])
             elif self._aborts.has_peers:
                 self._aborts.give_up(given_up)  # a rank that is behind may be about to reserve them
         finally:
@@ -446,10 +429,19 @@ class Sender:
             target = job.targets.pop(span)
             self._filling.discard(job.chunks[span].key)
             target.extent.abort()
-        left = range(job.num_alive) if job.is_open else range(job.num_settled, len(job.chunks))
+        num_left = len(job.chunks) - job.num_settled
+        left = range(job.num_alive if num_left else 0) if job.is_open else range(job.num_settled, len(job.chunks))
+        lost = [span for span in left if span not in job.ended]
         job.num_alive = 0
-        self.num_dropped += len(set(left) - job.ended)
-        self._settle(job, len(job.chunks) - job.num_settled)
+        self.num_dropped += len(lost)
+        try:
+            self._give_up([job.chunks[span] for span in lost])
+        finally:
+            self._settle(job, num_left)
+
+    def _give_up(self, chunks: Sequence[ChunkRef]) -> None:
+        """Give up chunks of which nothing more comes, but not those that another job is filling."""
+        self._aborts.give_up([chunk for chunk in chunks if chunk.key not in self._filling])
 
     def _refuse(self, job: SaveJob, refused: Sequence[tuple[int, Status]], *, has_begun: bool) -> None:
         """Count chunks that this rank does not save, and give up what nobody else will."""

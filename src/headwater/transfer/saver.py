@@ -234,6 +234,7 @@ class Saver:
                 item = _Begin([])
             try:
                 self._handle(item)
+                self._aborts.retry_if_due()
             except Exception:  # a pool that cannot be written costs the next server time, and this one nothing
                 log.exception("a save failed")
             if item is None:

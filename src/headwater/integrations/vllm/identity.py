@@ -154,8 +154,9 @@ def _settings(model: Any) -> Mapping[str, Any]:
     try:
         return config_from_hf(model.hf_text_config.to_dict()).settings
     except ModelError:
-        path = _local_path(model)
-        if path.is_file():
+        given = getattr(model, "hf_config_path", None)
+        path = Path(given) if given else _local_path(model)
+        if path.is_file() and not given:
             return {}
         known = {name: value for name, value in read_json(path / "config.json").items() if name not in _NAMES_OF_FILES}
         return {"config": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()}
