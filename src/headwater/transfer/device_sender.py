@@ -385,7 +385,8 @@ class Sender:
                 for span in lost:
                     tokens -= job.chunks[span].num_tokens
                     extents[span].abort()
-                self._refuse(job, [(span, outcome[group.index(span)]) for span in lost], has_begun=True)
+                if lost:
+                    self._refuse(job, [(span, outcome[group.index(span)]) for span in lost], has_begun=True)
                 self.num_bytes += owned.num_tiles * tokens * self._space.spec.row_bytes
         except Exception:
             log.exception("a commit failed")
