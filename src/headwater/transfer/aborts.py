@@ -58,6 +58,11 @@ class Aborts:
                 self._owed.pop(chunk.key, None)
 
     @property
+    def is_owing(self) -> bool:
+        """Whether there is something to be given up again. From any thread."""
+        return bool(self._owed)
+
+    @property
     def wait_s(self) -> float | None:
         """How long the thread may sleep before it calls `retry`; None: until there is something else to do."""
         return RETRY_S if self._owed else None

@@ -130,6 +130,12 @@ class GiveUp(NamedTuple):
     chunks: Sequence[ChunkRef]
 
 
+class TakeUp(NamedTuple):
+    """Chunks that will be saved: what was given up of them before is given up no more."""
+
+    chunks: Sequence[ChunkRef]
+
+
 class PassOn(NamedTuple):
     """Give room back of which nothing will be stored."""
 
@@ -151,7 +157,7 @@ class Batch(NamedTuple):
     copied: Mark
 
 
-Item = Gathered | Open | Cut | GiveUp | PassOn
+Item = Gathered | Open | Cut | GiveUp | TakeUp | PassOn
 """What the sender is told to do, in this order."""
 
 

@@ -107,7 +107,7 @@ class DeviceSaver:
             except BaseException:
                 self._sender.pass_on(room, OVER)
                 raise
-            self._sender.count(room.num_units)
+            self._sender.count(job.chunks)
             self._gather(job, room)
             done += room.num_units
 
@@ -126,7 +126,7 @@ class DeviceSaver:
         if not chunks:
             return
         self._open.append(SaveJob(chunks, plan_chunks(self._view, self._shard, chunks, block_ids), []))
-        self._sender.count(len(chunks))
+        self._sender.count(chunks)
 
     def layer_done(self, layer: int) -> None:
         """The current stream has been told to write the KV of one layer (of the whole model). Does not wait.

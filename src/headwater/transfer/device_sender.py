@@ -36,6 +36,7 @@ from headwater.transfer.device_save import (
     Open,
     PassOn,
     SaveJob,
+    TakeUp,
     Target,
     noted_tiles,
 )
@@ -93,10 +94,12 @@ class Sender:
             self._preparer.wait()
 
     # ---- from the thread that launches --------------------------------------------------------------------------
-    def count(self, num_chunks: int) -> None:
-        """So many chunks are taken: `drain` waits until each is settled."""
+    def count(self, chunks: Sequence[ChunkRef]) -> None:
+        """These chunks are taken: `drain` waits until each is settled."""
         with self._settled:
-            self._num_unsettled += num_chunks
+            self._num_unsettled += len(chunks)
+        if self._aborts.is_owing:  # else the sender is left asleep
+            self._queue.put(TakeUp(chunks))
 
     def open(self, job: SaveJob, first_layer: Mark) -> None:
         """Reserve a job's extents when its first layer is computed: the others will follow."""
@@ -166,6 +169,8 @@ class Sender:
             self._finish_all()
             item.unused.synchronize()
             self._ring.give_back(item.room.num_bytes)
+        elif isinstance(item, TakeUp):
+            self._aborts.take_up(item.chunks)
         else:
             self._give_up(item.chunks)
 
