@@ -77,7 +77,6 @@ def test_the_part_for_gpus_measures_every_figure() -> None:
     assert engine.QUICK.gpu is not None
     report = engine_gpu.bench_gpu(engine.QUICK.gpu, lambda text: None, device="cpu")
     assert all(report[name] > 0 for name in engine_gpu.GPU_FIGURES), report
-    assert report["decode_b64_tokens_per_s"] > report["decode_b1_tokens_per_s"]
 
 
 def test_the_same_seed_gives_the_same_requests_within_the_ranges() -> None:
