@@ -154,18 +154,21 @@ class RedisClient:
         command.add("XRANGE", log, "-", "+", "COUNT", 1)
         command.add("XREVRANGE", log, "+", "-", "COUNT", 1)
         command.add("XRANGE", log, start, "+", "COUNT", 1 if after is None else limit)
+        command.add("XLEN", log)
         with self._connection(deadline) as connection:
             connection.send(command.take(), deadline)
-            replies = [connection.reply(deadline, _LOG_VALUE_LIMIT, depth=3) for _ in range(3)]
+            replies = [connection.reply(deadline, _LOG_VALUE_LIMIT, depth=3) for _ in range(4)]
         if any(isinstance(reply, Refusal) for reply in replies):
             return None
-        first, last, new = map(_entries, replies)
+        first, last, new = map(_entries, replies[:3])
+        is_cut = isinstance(replies[3], int) and replies[3] >= LOG_ENTRIES
         end = last[0][0] if last else (0, 0)
         if after is None:
             return Heard([], end, False)
         if end < after:  # forgotten by the server, or by another one that took its place
             return Heard([], end, True)
-        missed = after != (0, 0) and bool(first) and first[0][0] > after
+        # A log that was empty when it was last looked at begins after that; it has lost some only if it was cut since.
+        missed = bool(first) and first[0][0] > after and (after != (0, 0) or is_cut)
         return Heard([value for _, value in new], new[-1][0] if new else after, missed)
 
     def keep(self, names: Sequence[str], pinned: bool, deadline: float) -> None:
