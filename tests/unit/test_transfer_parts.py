@@ -24,7 +24,7 @@ from headwater.stores.base import Reservation, Status
 from headwater.transfer import aborts, device_saver
 from headwater.transfer.device_saver import DeviceSaver
 from headwater.transfer.saver import Saver
-from transfer_pool_cases import EXTENT, SPEC, make_cache, open_space
+from transfer_pool_cases import BLOCKS, EXTENT, SPEC, make_cache, open_space
 
 from support import identity, temporary_url, wait_until
 from transfer_cases import ORDERS, cache_view
@@ -32,17 +32,19 @@ from transfer_cases import ORDERS, cache_view
 AnySaver = Saver | DeviceSaver
 WHOLE = whole_shard(SPEC)
 LAYERS = range(SPEC.num_layers)
+RANKS = [Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in range(2)]
+REQUEST = np.arange(BLOCKS, dtype=np.int32)
+"""Its blocks."""
 
 
 @contextmanager
 def one_saver(
     kind: type[AnySaver], space: Space, shard: Shard = WHOLE, room: int = 64, group_bytes: int = 1
 ) -> Iterator[AnySaver]:
-    """A saver with room for so many chunks, which passes on every layer by itself, and `blocks` to save from."""
-    view, blocks = make_cache(shard, "cpu")
+    """A saver with room for so many chunks, which passes on every layer by itself."""
+    view, _ = make_cache(shard, "cpu")
     staging = room * EXTENT * shard.num_tiles // SPEC.num_tiles
     saver = kind(space, view, shard, staging_bytes=staging, deadline_s=10.0, group_bytes=group_bytes)
-    saver.blocks = blocks  # type: ignore[union-attr]
     try:
         yield saver
     finally:
@@ -50,7 +52,7 @@ def one_saver(
 
 
 def begin(saver: AnySaver, chunks: list[ChunkRef]) -> None:
-    saver.begin(chunks, saver.blocks)  # type: ignore[union-attr]
+    saver.begin(chunks, REQUEST)
 
 
 kinds = pytest.mark.parametrize("kind", [Saver, DeviceSaver])
@@ -85,10 +87,8 @@ def test_requests_of_one_step_that_begin_alike_are_both_saved(
 def test_what_was_cleared_between_layers_is_not_begun_anew(
     kind: type[AnySaver], scheme: str, again: bool, tmp_path: Path
 ) -> None:
-    topology = Topology(tp=2)
-    shards = [topology.shard(SPEC, tp_rank=rank) for rank in range(2)]
     with temporary_url(scheme, tmp_path, "capacity=8MiB") as url, open_space(url) as (pool, space, chunks):
-        with one_saver(kind, space, shards[0]) as saver, one_saver(Saver, space, shards[1]) as peer:
+        with one_saver(kind, space, RANKS[0]) as saver, one_saver(Saver, space, RANKS[1]) as peer:
             begin(saver, chunks)
             saver.layer_done(0)
             wait_until(lambda: pool.stats().store.pending_bytes > 0, 10, "the first layer is stored")
@@ -116,9 +116,8 @@ def test_what_was_cleared_between_layers_is_not_begun_anew(
 
 @kinds
 def test_a_rank_does_not_bring_back_what_its_peer_gave_up(kind: type[AnySaver]) -> None:
-    shards = [Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in range(2)]
     with open_space("memory://?capacity=16MiB") as (pool, space, chunks):
-        with one_saver(kind, space, shards[0]) as roomy, one_saver(Saver, space, shards[1], room=2) as short:
+        with one_saver(kind, space, RANKS[0]) as roomy, one_saver(Saver, space, RANKS[1], room=2) as short:
             begin(roomy, chunks[:6])
             roomy.layer_done(0)
             wait_until(lambda: pool.stats().store.pending_bytes == 6 * EXTENT, 10, "all are reserved")
@@ -141,11 +140,10 @@ def test_what_was_given_up_may_be_saved_again_at_once(
     kind: type[AnySaver], group_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aborts, "RETRY_S", 0.01)
-    shards = [Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in range(2)]
     with (
         open_space("memory://?capacity=16MiB") as (_, space, chunks),
-        one_saver(kind, space, shards[0], group_bytes=group_bytes) as one,
-        one_saver(kind, space, shards[1], group_bytes=group_bytes) as two,
+        one_saver(kind, space, RANKS[0], group_bytes=group_bytes) as one,
+        one_saver(kind, space, RANKS[1], group_bytes=group_bytes) as two,
     ):
         for saver in (one, two):
             begin(saver, chunks)
@@ -204,7 +202,7 @@ def test_a_pool_that_fails_is_counted_and_given_up(by_layer: bool, monkeypatch: 
             for layer in LAYERS:
                 saver.layer_done(layer)
         else:
-            saver.save(chunks, saver.blocks)  # type: ignore[union-attr]
+            saver.save(chunks, REQUEST)
         assert saver.drain(10)
         assert written == ([range(1), range(1, 2)] if by_layer else [range(4)])
         assert saver.num_dropped == len(chunks)
@@ -213,7 +211,7 @@ def test_a_pool_that_fails_is_counted_and_given_up(by_layer: bool, monkeypatch: 
 
 def test_what_the_store_refuses_is_counted() -> None:
     with open_space("memory://?capacity=16MiB") as (_, space, chunks), one_saver(Saver, space) as saver:
-        saver.save(chunks[1:], saver.blocks)  # type: ignore[union-attr]
+        saver.save(chunks[1:], REQUEST)
         assert saver.drain(10)
         assert saver.statuses == {Status.NO_PARENT: len(chunks) - 1}
         assert saver.num_dropped == len(chunks) - 1
@@ -286,20 +284,19 @@ def test_what_a_step_did_not_finish_is_counted_once(kind: type[AnySaver]) -> Non
 
 @kinds
 def test_what_was_refused_is_owed_to_a_rank_that_is_behind(kind: type[AnySaver]) -> None:
-    shards = [Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in range(2)]
     with (
         open_space("memory://?capacity=16MiB") as (pool, space, chunks),
-        one_saver(kind, space, shards[0]) as first,
-        one_saver(Saver, space, shards[1]) as behind,
+        one_saver(kind, space, RANKS[0]) as first,
+        one_saver(Saver, space, RANKS[1]) as behind,
     ):
         begin(first, chunks[1:4])  # refused, for want of a parent
         for layer in LAYERS:
             first.layer_done(layer)
         assert first.drain(10)
         for saver in (first, behind):
-            saver.save(chunks[:1], saver.blocks)  # type: ignore[union-attr]
+            saver.save(chunks[:1], REQUEST)
             assert saver.drain(10)
-        behind.save(chunks[1:4], behind.blocks)  # type: ignore[union-attr]
+        behind.save(chunks[1:4], REQUEST)
         assert behind.drain(10)
         wait_until(lambda: pool.stats().store.pending_bytes == 0, 10, "what the first was refused is given up")
         assert space.exists(chunks[:4]) == [True, False, False, False]
@@ -326,7 +323,7 @@ def test_a_request_that_is_refused_takes_nothing_from_another(how: str, monkeypa
 
         monkeypatch.setattr(space, "reserve", reserve)
         for _ in range(2):  # the same prompt twice, the second time while the first is on its way
-            s.save(chunks[:4], s.blocks)  # type: ignore[union-attr]
+            s.save(chunks[:4], REQUEST)
         go.set()
         assert s.drain(10)
         assert sum(calls) == (8 if how == "late" else 4)
@@ -337,20 +334,19 @@ def test_a_request_that_is_refused_takes_nothing_from_another(how: str, monkeypa
 
 @kinds
 def test_a_rank_that_is_never_idle_pays_what_it_owes(kind: type[AnySaver]) -> None:
-    shards = [Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in range(2)]
     with (
         open_space("memory://?capacity=16MiB") as (pool, space, chunks),
-        one_saver(kind, space, shards[0]) as busy,
-        one_saver(Saver, space, shards[1]) as behind,
+        one_saver(kind, space, RANKS[0]) as busy,
+        one_saver(Saver, space, RANKS[1]) as behind,
     ):
         begin(busy, chunks[:4])
         busy.layer_done(0)
         busy.discard()
         end = time.monotonic() + 1.5
         for number in count():
-            busy.save(chunks[:1], busy.blocks)  # type: ignore[union-attr]
+            busy.save(chunks[:1], REQUEST)
             if number == 3:
-                behind.save(chunks[1:4], behind.blocks)  # type: ignore[union-attr]
+                behind.save(chunks[1:4], REQUEST)
                 assert behind.drain(10)
             elif number > 3 and pool.stats().store.pending_bytes <= EXTENT:
                 break
@@ -359,13 +355,12 @@ def test_a_rank_that_is_never_idle_pays_what_it_owes(kind: type[AnySaver]) -> No
 
 
 def test_a_gather_that_was_not_launched_is_given_up_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = [Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in range(2)]
     with (
         open_space("memory://?capacity=16MiB") as (pool, space, chunks),
-        one_saver(DeviceSaver, space, shards[0]) as first,
-        one_saver(Saver, space, shards[1]) as other,
+        one_saver(DeviceSaver, space, RANKS[0]) as first,
+        one_saver(Saver, space, RANKS[1]) as other,
     ):
-        other.save(chunks[:4], other.blocks)  # type: ignore[union-attr]
+        other.save(chunks[:4], REQUEST)
         assert other.drain(10)
 
         def gather(*args: object, **settings: object) -> None:
@@ -373,7 +368,7 @@ def test_a_gather_that_was_not_launched_is_given_up_for_all_ranks(monkeypatch: p
 
         monkeypatch.setattr(device_saver, "gather", gather)
         with pytest.raises(RuntimeError, match="no launch"):
-            first.save(chunks[:4], first.blocks)  # type: ignore[union-attr]
+            first.save(chunks[:4], REQUEST)
         assert first.drain(10)
         assert first.num_dropped == 4
         wait_until(lambda: pool.stats().store.pending_bytes == 0, 10, "what nobody completes is given up")
