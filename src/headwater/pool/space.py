@@ -21,6 +21,7 @@ from headwater.locks import ForkSafeLock
 from headwater.pool.buffers import Buffer, as_tiles
 from headwater.pool.tenants import tenant_salt, tenant_tag
 from headwater.stores.base import (
+    Fetch,
     Filled,
     Lease,
     Loan,
@@ -273,6 +274,13 @@ class Space:
             for (i, _), status in zip(numbered, outcome, strict=True):
                 statuses[i] = status
         return statuses
+
+    def fetch(self, chunks: Sequence[ChunkRef], *, deadline_s: float) -> Fetch | None:
+        """Begin to bring consecutive chunks of one chain from lower tiers into the first one; None where there is
+        nothing to do. Whoever asks must `release` the result when the chunks were loaded, or are not wanted any more.
+
+        Costs a few microseconds a chunk where the first tier has them all. Does not wait."""
+        return self._store.fetch(self._root_of(chunks[0].root), chunks, deadline_s) if chunks else None
 
     def segment(self, number: int) -> Tiles | None:
         """See `Store.segment`."""

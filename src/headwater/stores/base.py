@@ -247,6 +247,22 @@ class Loan(NamedTuple):
             self.lease.release()
 
 
+class Fetch(Protocol):
+    """Consecutive chunks on their way from lower tiers into the first one, in the background."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will come."""
+
+    @property
+    def num_kept(self) -> int:
+        """Chunks, counted from the first one asked for, that are in the first tier now and cannot be evicted before
+        `release`. What is missing when the fetch is done could not be kept there: a load reads it from further down."""
+
+    def release(self) -> None:
+        """Stop, and let go of what is held. Idempotent."""
+
+
 class Store(Protocol):
     """Where bytes live. Safe from many threads; embedded stores also from many processes."""
 
@@ -277,6 +293,10 @@ class Store(Protocol):
 
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         """Copy from the callers' memory, parents before children."""
+
+    def fetch(self, root: RootRef, chunks: Sequence[ChunkRef], deadline_s: float) -> Fetch | None:
+        """Bring consecutive chunks of one chain into the first tier, whole, from the nearest tier that has each; None
+        where there is nothing to do: all of them are there, or there is one tier only. Does not wait."""
 
     def segment(self, number: int) -> Tiles | None:
         """All bytes of one segment of a mapped store, which gets its storage now if it had none; None where there is

@@ -112,6 +112,9 @@ class EmbeddedStore:
         with self._open():
             return self._writer.write(root, pieces, self._deadline(deadline_s))
 
+    def fetch(self, root: RootRef, chunks: Sequence[ChunkRef], deadline_s: float) -> None:
+        return None
+
     def segment(self, number: int) -> Tiles | None:
         with self._open():
             data, words = self._core.data, self._core.index.words

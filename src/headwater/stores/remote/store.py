@@ -251,6 +251,9 @@ class RemoteStore:
 
     reserve = commit = commit_shard = places = noted = close_all = lend = borrow = _not_mapped
 
+    def fetch(self, root: RootRef, chunks: Sequence[ChunkRef], deadline_s: float) -> None:
+        """Nothing: there is no tier above it to bring anything to."""
+
     def segment(self, number: int) -> Tiles | None:
         """There are none."""
         return None

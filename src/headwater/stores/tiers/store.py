@@ -24,6 +24,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import (
     ChunkInfo,
+    Fetch,
     Filled,
     Lease,
     Loan,
@@ -173,6 +174,10 @@ class TieredStore:
         if mine and left > 0:
             statuses = self._front.write(root, mine, min(left, 1.0))
             tier.counts.add(promoted=statuses.count(Status.OK))
+
+    def fetch(self, root: RootRef, chunks: Sequence[ChunkRef], deadline_s: float) -> Fetch | None:
+        """See `stores.base.Store.fetch`."""
+        return None
 
     # ---- writing ------------------------------------------------------------------------------------------------
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
