@@ -21,12 +21,22 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
-from headwater.transfer import device_saver
+from headwater.transfer import save
 from headwater.transfer.convert import Span, gather, plan_spans, scatter
-from headwater.transfer.device_loader import DeviceLoader
-from headwater.transfer.device_saver import DeviceSaver
+from headwater.transfer.load import Loader
 from headwater.transfer.view import PagedView
-from transfer_pool_cases import EXTENT, SPEC, Done, flip_byte, make_cache, open_space, tiles_of
+from transfer_pool_cases import (
+    EXTENT,
+    SPEC,
+    Done,
+    flip_byte,
+    has_all_staging,
+    make_cache,
+    make_loader,
+    make_saver,
+    open_space,
+    tiles_of,
+)
 
 from transfer_cases import ORDERS
 
@@ -89,7 +99,7 @@ def check_layer_save(url: str, device: str, tp: int, ring: int, group_bytes: int
                 while done < len(request[0]):
                     if saver is None:
                         view, blocks = make_cache(shard, device, ORDERS[rank % 3])
-                        saver = DeviceSaver(
+                        saver = make_saver(
                             space, view, shard, staging_bytes=ring, group_bytes=group_bytes, deadline_s=10.0
                         )
                     part = request[0][done : done + room]
@@ -101,7 +111,7 @@ def check_layer_save(url: str, device: str, tp: int, ring: int, group_bytes: int
                         ]
                     written[(shard.heads.start, part[0].number, request[1])] = step.layers
                     with computing(device) as slow:
-                        saver.begin(part, blocks)
+                        saver.begin("r", part, blocks)
                         assert saver.has_open
                         for layer in range(SPEC.num_layers):
                             slow()
@@ -136,9 +146,7 @@ def write_noise(space: Space, chunks: list[ChunkRef]) -> list[np.ndarray]:
     return whole
 
 
-def read_layers(
-    loader: DeviceLoader, view: PagedView, shard: Shard, chunks: Any, blocks: Any, device: str
-) -> list[Any]:
+def read_layers(loader: Loader, view: PagedView, shard: Shard, chunks: Any, blocks: Any, device: str) -> list[Any]:
     """A step that computes with what is loaded: what it sees of each layer, by chunk."""
     plan = plan_spans(view, shard, [Span(blocks, c.first_token, c.num_tokens) for c in chunks])
     seen = [torch.zeros(plan.staged_bytes(1), dtype=torch.uint8, device=view.device) for _ in range(SPEC.num_layers)]
@@ -157,7 +165,7 @@ def check_layer_load(url: str, device: str, tp: int, ring: int) -> None:
             shard = Topology(tp=tp).shard(SPEC, tp_rank=rank)
             view, blocks = make_cache(shard, device, ORDERS[(rank + 1) % 3])
             done = Done()
-            loader = DeviceLoader(space, view, shard, staging_bytes=ring, group_bytes=1, deadline_s=30.0, on_done=done)
+            loader = make_loader(space, view, shard, staging_bytes=ring, group_bytes=1, deadline_s=30.0, on_done=done)
             try:
                 for name in "ab":
                     loader.load(name, chunks, blocks, layerwise=True)
@@ -173,7 +181,7 @@ def check_layer_load(url: str, device: str, tp: int, ring: int) -> None:
                     plan = plan_spans(view, shard, [Span(blocks, c.first_token, c.num_tokens) for c in chunks])
                     noise = torch.randint(0, 256, (plan.staged_bytes(SPEC.num_layers),), dtype=torch.uint8)
                     scatter(plan, shard.layers, noise.to(view.device))
-                assert loader.ring.num_free == loader.ring.count
+                assert has_all_staging(loader)
                 assert loader.statuses == {Status.OK: 2 * len(chunks)}
                 loader.wait_layer(0)  # nothing is open: nothing to wait for
             finally:
@@ -187,7 +195,7 @@ def check_layer_damage(url: str, device: str, layer: int) -> None:
         flip_byte(space, chunks[5], layer * LAYER + 3 * LAYER // 4)
         view, blocks = make_cache(shard, device)
         done = Done()
-        loader = DeviceLoader(
+        loader = make_loader(
             space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=30.0, on_done=done
         )
         try:
@@ -201,7 +209,7 @@ def check_layer_damage(url: str, device: str, layer: int) -> None:
             loader.load("b", chunks, blocks, layerwise=True)
             read_layers(loader, view, shard, chunks, blocks, device)
             assert done.next() == ("b", 5), "what is missing ends a load, too"
-            assert loader.ring.num_free == loader.ring.count
+            assert has_all_staging(loader)
         finally:
             loader.close()
         assert pool.stats().store.damaged == 1
@@ -229,10 +237,10 @@ def check_full_ring(url: str, device: str) -> None:
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, device)
         # Room for twelve layers of chunks, while nothing leaves: six chunks in two layers, say.
-        saver = DeviceSaver(space, view, shard, staging_bytes=3 * EXTENT, group_bytes=1, deadline_s=10.0)
+        saver = make_saver(space, view, shard, staging_bytes=3 * EXTENT, group_bytes=1, deadline_s=10.0)
         step = Step(view, shard, chunks[:6], blocks)
         with held_up(space, "reserve") as go:
-            saver.begin(chunks[:6], blocks)
+            saver.begin("r", chunks[:6], blocks)
             for layer in range(SPEC.num_layers):
                 step.write(layer)
                 saver.layer_done(layer)
@@ -248,7 +256,7 @@ def check_full_ring(url: str, device: str) -> None:
         assert held is not None
         step = Step(view, shard, chunks[:6], blocks)
         with held_up(space, "reserve") as go:
-            saver.begin(chunks[:6], blocks)
+            saver.begin("r", chunks[:6], blocks)
             step.write(0)
             saver.layer_done(0)
             go.set()
@@ -276,26 +284,26 @@ def check_abandoned(url: str, device: str) -> None:
     with open_space(url) as (pool, space, chunks):
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, device)
-        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=10.0)
-        saver.begin(chunks[:4], blocks)
+        saver = make_saver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=10.0)
+        saver.begin("r", chunks[:4], blocks)
         saver.layer_done(0)
         saver.layer_done(1)
         step = Step(view, shard, chunks[:2], blocks)
-        saver.begin(chunks[:2], blocks)
+        saver.begin("r", chunks[:2], blocks)
         for layer in range(SPEC.num_layers):
             step.write(layer)
             saver.layer_done(layer)
         assert saver.drain(30)
         assert saver.num_dropped == 4
         assert space.exists(chunks[:4]) == [True, True, False, False]
-        saver.begin(chunks[2:4], blocks)
+        saver.begin("r", chunks[2:4], blocks)
         saver.discard()
         assert not saver.has_open
-        saver.begin(chunks[2:4], blocks)
+        saver.begin("r", chunks[2:4], blocks)
         saver.layer_done(0)
         saver.layer_done(2)  # one was skipped: this is another step
         assert not saver.has_open
-        saver.begin(chunks[2:4], blocks)
+        saver.begin("r", chunks[2:4], blocks)
         saver.layer_done(0)
         saver.close()
         saver.close()
@@ -314,11 +322,11 @@ def check_never_computed(url: str, device: str) -> None:
         for rank in range(2):
             shard = Topology(tp=2).shard(SPEC, tp_rank=rank)
             view, blocks = make_cache(shard, device)
-            savers.append(DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=10.0))
-        savers[1].save(chunks[:4], blocks)
+            savers.append(make_saver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=10.0))
+        savers[1].save("r", chunks[:4], blocks)
         assert savers[1].drain(30)
         assert pool.stats().store.pending_bytes == 4 * EXTENT
-        savers[0].begin(chunks[:4], blocks)
+        savers[0].begin("r", chunks[:4], blocks)
         savers[0].discard()
         assert savers[0].drain(30)
         assert savers[0].num_dropped == 4
@@ -332,7 +340,7 @@ def check_failed_launch(url: str, device: str, layer: int) -> None:
     with open_space(url) as (pool, space, chunks):
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, device)
-        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=12 * EXTENT, deadline_s=10.0)
+        saver = make_saver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=12 * EXTENT, deadline_s=10.0)
         other = space.keys(list(range(1000, 1000 + 3 * space.chunk_tokens))).refs(3)
         step = Step(view, shard, chunks, blocks)
         failing = [False] * (2 * layer + 1) + [True]
@@ -344,9 +352,9 @@ def check_failed_launch(url: str, device: str, layer: int) -> None:
 
         for number in range(SPEC.num_layers):
             step.write(number)
-        saver.begin(chunks, blocks)
-        saver.begin(other, blocks)
-        with patch.object(device_saver, "gather", gather_or_fail):
+        saver.begin("r", chunks, blocks)
+        saver.begin("r", other, blocks)
+        with patch.object(save, "gather", gather_or_fail):
             for number in range(layer):
                 saver.layer_done(number)
             with pytest.raises(MemoryError):
@@ -360,7 +368,7 @@ def check_failed_launch(url: str, device: str, layer: int) -> None:
         assert saver.num_dropped == len(other) + (0 if is_stored else len(chunks))
         assert pool.stats().store.pending_bytes == 0
         # The next step finds everything as it was.
-        saver.begin(other, blocks)
+        saver.begin("r", other, blocks)
         for number in range(SPEC.num_layers):
             saver.layer_done(number)
         assert saver.drain(30)
@@ -378,10 +386,10 @@ def check_save_in_a_step(url: str, device: str) -> None:
     with open_space(url) as (pool, space, chunks):
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, device)
-        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=12 * EXTENT, deadline_s=10.0)
-        saver.begin(chunks, blocks)
+        saver = make_saver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=12 * EXTENT, deadline_s=10.0)
+        saver.begin("r", chunks, blocks)
         saver.layer_done(0)
-        saver.save(chunks[:4], blocks)
+        saver.save("r", chunks[:4], blocks)
         assert not saver.has_open
         assert saver.drain(30)
         assert space.exists(chunks) == [True] * 4 + [False] * (len(chunks) - 4)
@@ -395,7 +403,7 @@ def check_late_gathers(url: str) -> None:
     with open_space(url) as (_, space, chunks):
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, "cuda")
-        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=10.0)
+        saver = make_saver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=10.0)
         # The first one gets all memory that there will be, and leaves the numbers of other blocks in it.
         others = space.keys(list(range(5000, 5000 + space.chunk_tokens * 12))).refs(12)
         for part, where, late in ((others, blocks[::-1].copy(), False), (chunks, blocks, True)):
@@ -406,7 +414,7 @@ def check_late_gathers(url: str) -> None:
                 if late:
                     with saver._beside.use():
                         torch.cuda._sleep(50 * SLOW_CYCLES)
-                saver.begin(part, where)
+                saver.begin("r", part, where)
                 for layer in range(SPEC.num_layers):
                     saver.layer_done(layer)
             assert saver.drain(30)
@@ -423,9 +431,7 @@ def check_deadline(url: str, device: str) -> None:
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, device)
         done = Done()
-        loader = DeviceLoader(
-            space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=0.2, on_done=done
-        )
+        loader = make_loader(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=0.2, on_done=done)
         try:
             with held_up(space, "lend") as go:
                 start = time.monotonic()
@@ -436,7 +442,7 @@ def check_deadline(url: str, device: str) -> None:
                 go.set()
                 assert done.next() == ("a", 0)
             # It would have come in time, as far as the loader knows; but the step went on without it.
-            with held_up(space, "lend") as go, patch.object(loader, "_is_over", lambda load: False):
+            with held_up(space, "lend") as go, patch.object(loader._pipeline, "is_over", lambda load: False):
                 loader.load("late", chunks, blocks, layerwise=True)
                 loader.wait_layer(0)
                 go.set()
@@ -447,6 +453,6 @@ def check_deadline(url: str, device: str) -> None:
                 loader.wait_layer(0)
                 go.set()
                 assert done.next() == ("b", 0)
-            assert loader.ring.num_free == loader.ring.count
+            assert has_all_staging(loader)
         finally:
             loader.close()

@@ -39,7 +39,7 @@ from headwater.pool import Pool, open_pool
 from headwater.stores import open_store
 from headwater.stores.embedded import destroy, store_directory
 from headwater.stores.url import parse_url
-from headwater.transfer.loader import GRACE_S
+from headwater.transfer.load import GRACE_S
 
 from engine_models import Comparison, Reference
 from harness import Child

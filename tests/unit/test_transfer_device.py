@@ -1,4 +1,4 @@
-"""The GPU's saver and loader on a CPU, where every lane is the caller's: everything but streams and registration."""
+"""Saves and loads over CPU tensors with both movers. CUDA's runs there without streams and registration."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the transfer needs torch")
 
+import transfer_pool_cases  # noqa: E402
 from headwater.errors import StoreError  # noqa: E402
 from headwater.kv.hashing import ChunkRef  # noqa: E402
 from headwater.kv.topology import Topology, whole_shard  # noqa: E402
 from headwater.pool import Pool, Space  # noqa: E402
 from headwater.stores.base import Status  # noqa: E402
-from headwater.transfer import device_sender, extents  # noqa: E402
+from headwater.transfer import extents, sender  # noqa: E402
 from headwater.transfer.copy import Copy, run_copies  # noqa: E402
-from headwater.transfer.device_ring import DeviceRing, Room  # noqa: E402
-from headwater.transfer.device_saver import DeviceSaver  # noqa: E402
 from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
+from headwater.transfer.movers import cuda  # noqa: E402
+from headwater.transfer.ring import Room, StagingRing  # noqa: E402
+from headwater.transfer.save import Saver  # noqa: E402
 from transfer_layer_cases import (  # noqa: E402
     check_abandoned,
     check_deadline,
@@ -42,6 +44,7 @@ from transfer_pool_cases import (  # noqa: E402
     check_save,
     check_save_together,
     make_cache,
+    make_saver,
     open_space,
     tiles_of,
 )
@@ -50,28 +53,39 @@ from support import wait_until  # noqa: E402
 
 MAPPED = "memory://?capacity=32MiB"
 
+only_cuda = pytest.mark.parametrize("mover", ["cuda"], indirect=True)
+"""For what the other mover does not do."""
+
+
+@pytest.fixture(autouse=True, params=["cpu", "cuda"])
+def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(transfer_pool_cases, "MOVER", request.param)
+    name: str = request.param
+    return name
+
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 @pytest.mark.parametrize("ring", [2 * EXTENT // 8, 64 * EXTENT])
 def test_saves_and_loads(tp: int, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_BATCH", "_LAST_BATCH"):
-        monkeypatch.setattr(device_sender, name, 2)  # many batches of few chunks
+        monkeypatch.setattr(sender, name, 2)  # many batches of few chunks
     check_save(MAPPED, "cpu", tp, ring)
     check_load(MAPPED, "cpu", tp, ring)
 
 
+@only_cuda
 def test_loads_take_the_ring_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens to be free would be less and less, and every piece costs the host the same."""
-    real, short = DeviceRing.take, list[int]()
+    real, short = StagingRing.take, list[int]()
 
-    def take(ring: DeviceRing, unit_bytes: int, count: int, *, least: int = 1) -> Room | None:
+    def take(ring: StagingRing, unit_bytes: int, count: int, *, least: int = 1) -> Room | None:
         room = real(ring, unit_bytes, count, least=least)
         is_at_end = room is not None and room.start + (room.num_units + 1) * unit_bytes > ring.count * ring.slot_bytes
         if room is not None and room.num_units < count and not is_at_end:
             short.append(room.num_units)
         return room
 
-    monkeypatch.setattr(DeviceRing, "take", take)
+    monkeypatch.setattr(StagingRing, "take", take)
     check_load(MAPPED, "cpu", 1, 9 * EXTENT)
     assert not short
 
@@ -83,7 +97,7 @@ def test_requests_are_saved_together(tmp_path: Path) -> None:
 
 def test_what_was_copied_before_a_failure_is_stored_with_its_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksums come when three batches are under way, or all of them; here there is only one."""
-    monkeypatch.setattr(device_sender, "_FIRST_BATCH", 4)
+    monkeypatch.setattr(sender, "_FIRST_BATCH", 4)
     with open_space(MAPPED) as (pool, space, chunks):
         shard, reserve, num_calls = whole_shard(SPEC), space.reserve, count()
 
@@ -93,9 +107,9 @@ def test_what_was_copied_before_a_failure_is_stored_with_its_checksums(monkeypat
             return reserve(*args, **options)
 
         view, blocks = make_cache(shard, "cpu")
-        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=10.0)
+        saver = make_saver(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=10.0)
         monkeypatch.setattr(space, "reserve", fail_later)
-        saver.save(chunks, blocks)
+        saver.save("r", chunks, blocks)
         assert saver.drain(30)
         saver.close()
         assert saver.statuses == {Status.OK: 4}
@@ -108,27 +122,28 @@ def test_what_was_copied_before_a_failure_is_stored_with_its_checksums(monkeypat
         assert pool.verify().clean
 
 
-def _save_again(saver: DeviceSaver, pool: Pool, space: Space, chunks: list[ChunkRef], blocks: np.ndarray) -> None:
+def _save_again(saver: Saver, pool: Pool, space: Space, chunks: list[ChunkRef], blocks: np.ndarray) -> None:
     """After a failure nothing is held back, and nothing stands in the way of the next save."""
     assert saver.ring.num_free == saver.ring.count
-    saver.save(chunks, blocks)
+    saver.save("r", chunks, blocks)
     assert saver.drain(30)
     assert all(space.exists(chunks))
     saver.close()
     assert pool.verify().clean
 
 
+@only_cuda
 def test_without_checksums_nothing_is_stored_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_BATCH", "_LAST_BATCH"):
-        monkeypatch.setattr(device_sender, name, 3)
+        monkeypatch.setattr(sender, name, 3)
     with open_space(MAPPED) as (pool, space, chunks):
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, "cpu")
-        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=10.0)
+        saver = make_saver(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=10.0)
         with monkeypatch.context() as broken:
-            broken.setattr(device_sender, "staged_checksums", lambda *args: 1 / 0)
+            broken.setattr(cuda, "staged_checksums", lambda *args: 1 / 0)
             for num_layers in (0, SPEC.num_layers):
-                saver.save(chunks, blocks) if not num_layers else saver.begin(chunks, blocks)
+                saver.save("r", chunks, blocks) if not num_layers else saver.begin("r", chunks, blocks)
                 for layer in range(num_layers):
                     saver.layer_done(layer)
                 assert saver.drain(30)
@@ -140,18 +155,18 @@ def test_without_checksums_nothing_is_stored_and_nothing_is_kept(monkeypatch: py
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
 def test_a_rank_that_is_behind_waits_for_nothing_that_was_given_up(by_layer: bool) -> None:
     with open_space(MAPPED) as (pool, space, chunks):
-        savers = list[DeviceSaver]()
+        savers = list[Saver]()
         for rank in range(2):
             shard = Topology(tp=2).shard(SPEC, tp_rank=rank)
             view, blocks = make_cache(shard, "cpu")
-            saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=10.0)
+            saver = make_saver(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=10.0)
             savers.append(saver)
             if not rank:  # the first has room for two chunks
                 assert saver.ring.take(saver.ring.slot_bytes, saver.ring.count - 2) is not None
             if not by_layer:
-                saver.save(chunks, blocks)
+                saver.save("r", chunks, blocks)
             else:
-                saver.begin(chunks, blocks)
+                saver.begin("r", chunks, blocks)
                 for layer in range(SPEC.num_layers):
                     saver.layer_done(layer)
             assert saver.drain(30)
@@ -163,11 +178,12 @@ def test_a_rank_that_is_behind_waits_for_nothing_that_was_given_up(by_layer: boo
         assert pool.verify().clean
 
 
+@only_cuda
 @pytest.mark.parametrize("number", range(3))
 def test_a_failure_beside_the_copies_loses_nothing_else(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is launched for the batch that was just begun fails: what was begun is stored or given up, each once."""
     for name in ("_FIRST_BATCH", "_LAST_BATCH"):
-        monkeypatch.setattr(device_sender, name, 3)
+        monkeypatch.setattr(sender, name, 3)
     with open_space(MAPPED) as (pool, space, chunks):
         shard, num_calls = whole_shard(SPEC), count()
 
@@ -176,9 +192,9 @@ def test_a_failure_beside_the_copies_loses_nothing_else(number: int, monkeypatch
                 raise RuntimeError("no launch")
 
         view, blocks = make_cache(shard, "cpu")
-        saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=10.0)
-        monkeypatch.setattr(device_sender, "touch_extents", fail_once)
-        saver.save(chunks, blocks)
+        saver = make_saver(space, view, shard, staging_bytes=64 * EXTENT, deadline_s=10.0)
+        monkeypatch.setattr(cuda, "touch_extents", fail_once)
+        saver.save("r", chunks, blocks)
         assert saver.drain(30)
         assert saver.num_dropped + saver.statuses[Status.OK] == len(chunks)
         assert saver.statuses[Status.OK] == sum(space.exists(chunks)) == 3 * (number + 1)
@@ -208,6 +224,7 @@ def test_a_damaged_tile_ends_a_load_by_layers(layer: int) -> None:
     check_layer_damage(MAPPED, "cpu", layer)
 
 
+@only_cuda
 def test_a_full_ring_in_the_middle_of_a_step() -> None:
     check_full_ring(MAPPED, "cpu")
 
@@ -246,12 +263,14 @@ def test_bounds() -> None:
     check_bounds(MAPPED, "cpu")
 
 
+@only_cuda
 def test_without_registration_other_ranks_tiles_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwater.transfer.registered.Registered.address", lambda self, segment: None)
     check_save(MAPPED, "cpu", 2, 8 * EXTENT)
     check_load(MAPPED, "cpu", 2, 8 * EXTENT)
 
 
+@only_cuda
 def test_no_copy_crosses_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments may be neighbours in memory, but each is registered by itself."""
     segment_bytes = 4 * EXTENT

@@ -17,8 +17,8 @@ from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.pool import open_pool
 from headwater.stores.base import Status
 from headwater.transfer.layers import MAX_GROUPS, layer_groups
-from headwater.transfer.loader import Loader
-from headwater.transfer.saver import Saver
+from headwater.transfer.load import Loader
+from headwater.transfer.save import Saver
 from transfer_pool_cases import CHUNK, EXTENT, SPEC, Done, make_cache, open_space, tiles_of
 
 from support import identity
@@ -71,7 +71,7 @@ def test_saved_layer_by_layer_and_loaded_layer_by_layer(tp: int) -> None:
             shard = Topology(tp=tp).shard(SPEC, tp_rank=rank)
             view, blocks = make_cache(shard, "cpu")
             with saver_of(space, view, shard) as saver:
-                saver.begin(chunks, blocks)
+                saver.begin("r", chunks, blocks)
                 assert saver.has_open
                 for layer in shard.layers:
                     assert not space.exists([chunks[0]])[0], "visible before its last layer is there"
@@ -105,7 +105,7 @@ def test_layers_are_waited_for_in_their_order() -> None:
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, "cpu")
         with saver_of(space, view, shard) as saver:
-            saver.save(chunks, blocks)
+            saver.save("r", chunks, blocks)
             assert saver.drain(10)
         slow = Gated(space)
         done = Done()
@@ -142,10 +142,10 @@ class Gated:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._space, name)
 
-    def read(self, chunks: Sequence[ChunkRef], shard: Shard, out: Any, *, deadline_s: float | None = None) -> Any:
+    def read(self, chunks: Sequence[ChunkRef], shard: Shard, out: Any, **options: Any) -> Any:
         self.asked.release()
         self.gate.acquire()
-        return self._space.read(chunks, shard, out, deadline_s=deadline_s)
+        return self._space.read(chunks, shard, out, **options)
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -155,7 +155,7 @@ def test_a_load_ends_by_its_deadline_though_the_store_does_not_answer(layerwise:
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, "cpu")
         with saver_of(space, view, shard) as saver:
-            saver.save(chunks, blocks)
+            saver.save("r", chunks, blocks)
             assert saver.drain(10)
         other, other_blocks = make_cache(shard, "cpu")
         before = tiles_of(other, shard, chunks, other_blocks)
@@ -184,12 +184,12 @@ def test_a_rank_that_drops_a_chunk_gives_its_room_back_at_once() -> None:
         first, second = (Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in (0, 1))
         view, blocks = make_cache(first, "cpu")
         with saver_of(space, view, first) as saver:
-            saver.save(chunks, blocks)
+            saver.save("r", chunks, blocks)
             assert saver.drain(10)
         assert pool.stats().store.pending_bytes >= 6 * EXTENT
         view, blocks = make_cache(second, "cpu")
         with saver_of(space, view, second, staging_bytes=EXTENT) as saver:  # two slots of half an extent
-            saver.save(chunks, blocks)
+            saver.save("r", chunks, blocks)
             assert saver.num_dropped == 4
             assert saver.drain(10)
         assert pool.stats().store.pending_bytes == 0
@@ -201,7 +201,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, "cpu")
         with saver_of(space, view, shard) as saver:
-            saver.begin(chunks, blocks)
+            saver.begin("r", chunks, blocks)
             saver.layer_done(0)
         assert pool.stats().store.pending_bytes == 0
         assert not any(space.exists(chunks))

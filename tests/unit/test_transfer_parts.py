@@ -21,15 +21,14 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.pool import Space, open_pool
 from headwater.stores.base import Reservation, Status
-from headwater.transfer import aborts, device_saver
-from headwater.transfer.device_saver import DeviceSaver
-from headwater.transfer.saver import Saver
+from headwater.transfer import aborts, save
+from headwater.transfer.save import Saver
+from transfer_layer_cases import held_up
 from transfer_pool_cases import BLOCKS, EXTENT, SPEC, make_cache, open_space
 
 from support import identity, temporary_url, wait_until
 from transfer_cases import ORDERS, cache_view
 
-AnySaver = Saver | DeviceSaver
 WHOLE = whole_shard(SPEC)
 LAYERS = range(SPEC.num_layers)
 RANKS = [Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in range(2)]
@@ -38,32 +37,28 @@ REQUEST = np.arange(BLOCKS, dtype=np.int32)
 
 
 @contextmanager
-def one_saver(
-    kind: type[AnySaver], space: Space, shard: Shard = WHOLE, room: int = 64, group_bytes: int = 1
-) -> Iterator[AnySaver]:
+def one_saver(kind: str, space: Space, shard: Shard = WHOLE, room: int = 64, group_bytes: int = 1) -> Iterator[Saver]:
     """A saver with room for so many chunks, which passes on every layer by itself."""
     view, _ = make_cache(shard, "cpu")
     staging = room * EXTENT * shard.num_tiles // SPEC.num_tiles
-    saver = kind(space, view, shard, staging_bytes=staging, deadline_s=10.0, group_bytes=group_bytes)
+    saver = Saver(space, view, shard, staging_bytes=staging, deadline_s=10.0, group_bytes=group_bytes, mover=kind)
     try:
         yield saver
     finally:
         saver.close()
 
 
-def begin(saver: AnySaver, chunks: list[ChunkRef]) -> None:
-    saver.begin(chunks, REQUEST)
+def begin(saver: Saver, chunks: list[ChunkRef]) -> None:
+    saver.begin("r", chunks, REQUEST)
 
 
-kinds = pytest.mark.parametrize("kind", [Saver, DeviceSaver])
+kinds = pytest.mark.parametrize("kind", ["cpu", "cuda"])
 schemes = pytest.mark.parametrize("scheme", ["shm", "file"])
 
 
 @kinds
 @schemes
-def test_requests_of_one_step_that_begin_alike_are_both_saved(
-    kind: type[AnySaver], scheme: str, tmp_path: Path
-) -> None:
+def test_requests_of_one_step_that_begin_alike_are_both_saved(kind: str, scheme: str, tmp_path: Path) -> None:
     with temporary_url(scheme, tmp_path, "capacity=8MiB") as url, open_space(url) as (pool, space, chunks):
         other = space.keys([*range(64), *range(900, 932)]).refs(3)
         assert other[1].key == chunks[1].key != other[2].key
@@ -84,21 +79,19 @@ def test_requests_of_one_step_that_begin_alike_are_both_saved(
 @kinds
 @schemes
 @pytest.mark.parametrize("again", [False, True], ids=["cleared", "cleared and begun by another rank"])
-def test_what_was_cleared_between_layers_is_not_begun_anew(
-    kind: type[AnySaver], scheme: str, again: bool, tmp_path: Path
-) -> None:
+def test_what_was_cleared_between_layers_is_not_begun_anew(kind: str, scheme: str, again: bool, tmp_path: Path) -> None:
     with temporary_url(scheme, tmp_path, "capacity=8MiB") as url, open_space(url) as (pool, space, chunks):
-        with one_saver(kind, space, RANKS[0]) as saver, one_saver(Saver, space, RANKS[1]) as peer:
+        with one_saver(kind, space, RANKS[0]) as saver, one_saver("cpu", space, RANKS[1]) as peer:
             begin(saver, chunks)
             saver.layer_done(0)
             wait_until(lambda: pool.stats().store.pending_bytes > 0, 10, "the first layer is stored")
-            if scheme == "file" or kind is Saver:
+            if scheme == "file":
                 wait_until(lambda: saver.num_bytes > 0, 10, "the first layer is stored")
             pool.clear()
             if again:
                 begin(peer, chunks)
                 peer.layer_done(0)
-                wait_until(lambda: peer.num_bytes > 0, 10, "the other rank's first layer is stored")
+                wait_until(lambda: pool.stats().store.pending_bytes > 0, 10, "the other rank's first layer is stored")
             for layer in LAYERS[1:]:
                 saver.layer_done(layer)
             assert saver.drain(30)
@@ -115,18 +108,19 @@ def test_what_was_cleared_between_layers_is_not_begun_anew(
 
 
 @kinds
-def test_a_rank_does_not_bring_back_what_its_peer_gave_up(kind: type[AnySaver]) -> None:
+def test_a_rank_does_not_bring_back_what_its_peer_gave_up(kind: str) -> None:
     with open_space("memory://?capacity=16MiB") as (pool, space, chunks):
-        with one_saver(kind, space, RANKS[0]) as roomy, one_saver(Saver, space, RANKS[1], room=2) as short:
+        with one_saver(kind, space, RANKS[0]) as roomy, one_saver("cpu", space, RANKS[1], room=2) as short:
             begin(roomy, chunks[:6])
             roomy.layer_done(0)
             wait_until(lambda: pool.stats().store.pending_bytes == 6 * EXTENT, 10, "all are reserved")
-            begin(short, chunks[:6])  # four of them are given up for both
-            wait_until(lambda: pool.stats().store.aborted >= 4, 10, "the others are given up")
-            for layer in LAYERS:
-                short.layer_done(layer)
-                if layer:
-                    roomy.layer_done(layer)
+            with held_up(space, "reserve"):  # the ring stays full
+                begin(short, chunks[:6])
+                for layer in LAYERS:
+                    short.layer_done(layer)  # after the last one, four chunks are aborted for both
+            wait_until(lambda: pool.stats().store.aborted >= 4, 10, "the others are aborted")
+            for layer in LAYERS[1:]:
+                roomy.layer_done(layer)
             assert roomy.drain(30)
             assert short.drain(30)
         assert space.exists(chunks[:6]) == [True] * 2 + [False] * 4
@@ -137,7 +131,7 @@ def test_a_rank_does_not_bring_back_what_its_peer_gave_up(kind: type[AnySaver]) 
 @kinds
 @pytest.mark.parametrize("group_bytes", [1, 1 << 30], ids=["every layer", "all at the end"])
 def test_what_was_given_up_may_be_saved_again_at_once(
-    kind: type[AnySaver], group_bytes: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, group_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aborts, "RETRY_S", 0.01)
     with (
@@ -175,7 +169,7 @@ def test_ranks_that_hold_the_same_heads_give_up_for_each_other(num_kv_heads: int
             layers, heads, tile = shard.local_shape(spec, 0, 32)
             saver = Saver(space, view, shard, staging_bytes=room * layers * heads * tile, deadline_s=10.0)
             savers.append(saver)
-            saver.save(chunks, np.arange(24, dtype=np.int32))
+            saver.save("r", chunks, np.arange(24, dtype=np.int32))
             assert saver.drain(10)
         wait_until(lambda: pool.stats().store.pending_bytes == 0, 10, "what nobody completes is given up")
         assert space.exists(chunks) == [True] * 2 + [False] * 4
@@ -184,8 +178,11 @@ def test_ranks_that_hold_the_same_heads_give_up_for_each_other(num_kv_heads: int
 
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
-def test_a_pool_that_fails_is_counted_and_given_up(by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_space("memory://?capacity=16MiB") as (pool, space, chunks), one_saver(Saver, space) as saver:
+def test_a_pool_that_fails_is_counted_and_given_up(
+    by_layer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/pool?capacity=16MiB"
+    with open_space(url) as (pool, space, chunks), one_saver("cpu", space) as saver:
         written, real = list[range](), space.write
 
         def write(*args: object, **settings: object) -> list[Status]:
@@ -202,7 +199,7 @@ def test_a_pool_that_fails_is_counted_and_given_up(by_layer: bool, monkeypatch: 
             for layer in LAYERS:
                 saver.layer_done(layer)
         else:
-            saver.save(chunks, REQUEST)
+            saver.save("r", chunks, REQUEST)
         assert saver.drain(10)
         assert written == ([range(1), range(1, 2)] if by_layer else [range(4)])
         assert saver.num_dropped == len(chunks)
@@ -210,36 +207,11 @@ def test_a_pool_that_fails_is_counted_and_given_up(by_layer: bool, monkeypatch: 
 
 
 def test_what_the_store_refuses_is_counted() -> None:
-    with open_space("memory://?capacity=16MiB") as (_, space, chunks), one_saver(Saver, space) as saver:
-        saver.save(chunks[1:], REQUEST)
+    with open_space("memory://?capacity=16MiB") as (_, space, chunks), one_saver("cpu", space) as saver:
+        saver.save("r", chunks[1:], REQUEST)
         assert saver.drain(10)
         assert saver.statuses == {Status.NO_PARENT: len(chunks) - 1}
         assert saver.num_dropped == len(chunks) - 1
-
-
-def test_a_gather_that_fails_gives_every_slot_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_space("memory://?capacity=16MiB") as (pool, space, chunks), one_saver(Saver, space) as saver:
-        other = space.keys(range(1000, 1032)).refs(1)
-        begin(saver, chunks[:2])
-        begin(saver, other)
-        for layer in LAYERS[:-1]:
-            saver.layer_done(layer)
-        real, calls = saver._gather, list[int]()
-
-        def gather(*args: object) -> None:
-            calls.append(0)
-            if len(calls) == 2:
-                raise MemoryError
-            real(*args)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(saver, "_gather", gather)
-        with pytest.raises(MemoryError):
-            saver.layer_done(LAYERS[-1])
-        assert not saver.has_open
-        assert saver.drain(10)
-        assert sorted(saver._slots.take(1000)) == list(range(saver._slots.count))
-        assert not any(space.exists([*chunks[:2], *other]))
-        wait_until(lambda: pool.stats().store.pending_bytes == 0, 10, "what was begun is given up")
 
 
 @schemes
@@ -264,7 +236,7 @@ def test_a_piece_that_continues_another_needs_its_record(scheme: str, tmp_path: 
 
 
 @kinds
-def test_what_a_step_did_not_finish_is_counted_once(kind: type[AnySaver]) -> None:
+def test_what_a_step_did_not_finish_is_counted_once(kind: str) -> None:
     with open_space("memory://?capacity=16MiB") as (pool, space, chunks), one_saver(kind, space) as saver:
         begin(saver, chunks[1:4])  # refused, for want of a parent
         saver.layer_done(0)
@@ -283,20 +255,20 @@ def test_what_a_step_did_not_finish_is_counted_once(kind: type[AnySaver]) -> Non
 
 
 @kinds
-def test_what_was_refused_is_owed_to_a_rank_that_is_behind(kind: type[AnySaver]) -> None:
+def test_what_was_refused_is_owed_to_a_rank_that_is_behind(kind: str) -> None:
     with (
         open_space("memory://?capacity=16MiB") as (pool, space, chunks),
         one_saver(kind, space, RANKS[0]) as first,
-        one_saver(Saver, space, RANKS[1]) as behind,
+        one_saver("cpu", space, RANKS[1]) as behind,
     ):
         begin(first, chunks[1:4])  # refused, for want of a parent
         for layer in LAYERS:
             first.layer_done(layer)
         assert first.drain(10)
         for saver in (first, behind):
-            saver.save(chunks[:1], REQUEST)
+            saver.save("r", chunks[:1], REQUEST)
             assert saver.drain(10)
-        behind.save(chunks[1:4], REQUEST)
+        behind.save("r", chunks[1:4], REQUEST)
         assert behind.drain(10)
         wait_until(lambda: pool.stats().store.pending_bytes == 0, 10, "what the first was refused is given up")
         assert space.exists(chunks[:4]) == [True, False, False, False]
@@ -307,7 +279,7 @@ def test_a_request_that_is_refused_takes_nothing_from_another(how: str, monkeypa
     room = 64 if how == "late" else 4
     with (
         open_space("memory://?capacity=16MiB") as (pool, space, chunks),
-        one_saver(DeviceSaver, space, WHOLE, room) as s,
+        one_saver("cuda", space, WHOLE, room) as s,
     ):
         real, calls, go = space.reserve, list[int](), threading.Event()
 
@@ -323,7 +295,7 @@ def test_a_request_that_is_refused_takes_nothing_from_another(how: str, monkeypa
 
         monkeypatch.setattr(space, "reserve", reserve)
         for _ in range(2):  # the same prompt twice, the second time while the first is on its way
-            s.save(chunks[:4], REQUEST)
+            s.save("r", chunks[:4], REQUEST)
         go.set()
         assert s.drain(10)
         assert sum(calls) == (8 if how == "late" else 4)
@@ -333,20 +305,20 @@ def test_a_request_that_is_refused_takes_nothing_from_another(how: str, monkeypa
 
 
 @kinds
-def test_a_rank_that_is_never_idle_pays_what_it_owes(kind: type[AnySaver]) -> None:
+def test_a_rank_that_is_never_idle_pays_what_it_owes(kind: str) -> None:
     with (
         open_space("memory://?capacity=16MiB") as (pool, space, chunks),
         one_saver(kind, space, RANKS[0]) as busy,
-        one_saver(Saver, space, RANKS[1]) as behind,
+        one_saver("cpu", space, RANKS[1]) as behind,
     ):
         begin(busy, chunks[:4])
         busy.layer_done(0)
         busy.discard()
         end = time.monotonic() + 1.5
         for number in count():
-            busy.save(chunks[:1], REQUEST)
+            busy.save("r", chunks[:1], REQUEST)
             if number == 3:
-                behind.save(chunks[1:4], REQUEST)
+                behind.save("r", chunks[1:4], REQUEST)
                 assert behind.drain(10)
             elif number > 3 and pool.stats().store.pending_bytes <= EXTENT:
                 break
@@ -357,18 +329,18 @@ def test_a_rank_that_is_never_idle_pays_what_it_owes(kind: type[AnySaver]) -> No
 def test_a_gather_that_was_not_launched_is_given_up_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         open_space("memory://?capacity=16MiB") as (pool, space, chunks),
-        one_saver(DeviceSaver, space, RANKS[0]) as first,
-        one_saver(Saver, space, RANKS[1]) as other,
+        one_saver("cpu", space, RANKS[0]) as first,
+        one_saver("cpu", space, RANKS[1]) as other,
     ):
-        other.save(chunks[:4], REQUEST)
+        other.save("r", chunks[:4], REQUEST)
         assert other.drain(10)
 
         def gather(*args: object, **settings: object) -> None:
             raise RuntimeError("no launch")
 
-        monkeypatch.setattr(device_saver, "gather", gather)
+        monkeypatch.setattr(save, "gather", gather)
         with pytest.raises(RuntimeError, match="no launch"):
-            first.save(chunks[:4], REQUEST)
+            first.save("r", chunks[:4], REQUEST)
         assert first.drain(10)
         assert first.num_dropped == 4
         wait_until(lambda: pool.stats().store.pending_bytes == 0, 10, "what nobody completes is given up")
@@ -377,7 +349,7 @@ def test_a_gather_that_was_not_launched_is_given_up_for_all_ranks(monkeypatch: p
 @pytest.mark.parametrize("group_bytes", [1, 1 << 30], ids=["every layer", "all at the end"])
 def test_one_tenants_failure_is_nobody_elses(group_bytes: int) -> None:
     with open_space("memory://?capacity=16MiB") as (pool, space, chunks):
-        with one_saver(Saver, space, group_bytes=group_bytes) as saver:
+        with one_saver("cpu", space, group_bytes=group_bytes) as saver:
             unknown = open_pool("memory://?capacity=4MiB").space(identity(), SPEC, chunk_tokens=32)
             begin(saver, unknown.keys(range(64), tenant=b"unknown here").refs(2))
             begin(saver, chunks)

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch", reason="the transfer needs torch")
 
 from headwater.kernels.extent import SUM_BYTES  # noqa: E402
 from headwater.kv.topology import Shard  # noqa: E402
-from headwater.transfer.device_ring import DeviceRing, Room, sums_bytes  # noqa: E402
 from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
+from headwater.transfer.ring import Room, StagingRing, sums_bytes  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
     st.lists(st.tuples(st.booleans(), st.integers(1, 3600), st.integers(1, 12), st.integers(1, 12)), max_size=40),
 )
 def test_what_is_taken_is_nobody_elses(count: int, slot: int, steps: list[tuple[bool, int, int, int]]) -> None:
-    ring = DeviceRing(slot, count * slot, CPU)
+    ring = StagingRing(slot, count * slot, CPU)
     assert ring.take(slot, 0) is None
     size = len(ring._memory)
     held: deque[tuple[range, int]] = deque()
@@ -54,7 +54,7 @@ def test_what_is_taken_is_nobody_elses(count: int, slot: int, steps: list[tuple[
 
 
 def test_what_does_not_fit_at_the_end_begins_anew() -> None:
-    ring = DeviceRing(1024, 4 * 1024, CPU)
+    ring = StagingRing(1024, 4 * 1024, CPU)
     first, second = ring.take(1024, 2), ring.take(1024, 1)
     assert first is not None
     assert second is not None
@@ -104,11 +104,11 @@ def test_copies_of_extents_move_exactly_the_pieces(data: st.DataObject) -> None:
 
 def test_sums_take_a_sixteenth_of_the_ring() -> None:
     assert sums_bytes(1 << 20) == 1 << 16
-    assert DeviceRing(1024, 4096, CPU, with_sums=True).sums(Room(0, 1, 1024)) is None, "nobody needs them on the host"
+    assert StagingRing(1024, 4096, CPU, with_sums=True).sums(Room(0, 1, 1024)) is None, "nobody needs them on the host"
 
 
 def test_a_ring_is_not_taken_piecemeal() -> None:
-    ring = DeviceRing(1024, 6 * 1024, CPU)
+    ring = StagingRing(1024, 6 * 1024, CPU)
     first, second = ring.take(1024, 4, least=4), ring.take(1024, 4, least=4)
     assert first is not None
     assert second is not None

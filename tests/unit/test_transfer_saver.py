@@ -14,7 +14,8 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Topology
 from headwater.pool import Space, open_pool
 from headwater.stores.base import Status
-from headwater.transfer.saver import Saver
+from headwater.transfer.save import Saver
+from transfer_layer_cases import held_up
 
 from support import identity, temporary_url
 from transfer_cases import ORDERS, cache_view
@@ -28,6 +29,7 @@ class Rank:
     """One rank's saver over a cache of noise."""
 
     def __init__(self, space: Space, number: int, slots: int) -> None:
+        self._space = space
         self.shard = TP.shard(SPEC, tp_rank=number)
         num_blocks = CHUNKS * CHUNK // BLOCK
         view, _ = cache_view(SPEC, self.shard, num_blocks=num_blocks, block_size=BLOCK, order=ORDERS[0])
@@ -37,13 +39,14 @@ class Rank:
         self._blocks = np.arange(num_blocks, dtype=np.int32)
 
     def save(self, chunks: list[ChunkRef], *, by_layer: bool) -> None:
-        """Save, in one go or while the layers are computed."""
-        if by_layer:
-            self.saver.begin(chunks, self._blocks)
-            for layer in range(SPEC.num_layers):
-                self.saver.layer_done(layer)
-        else:
-            self.saver.save(chunks, self._blocks)
+        """Save, in one go or while the layers are computed. Nothing leaves the staging meanwhile."""
+        with held_up(self._space, "reserve"), held_up(self._space, "write"):
+            if by_layer:
+                self.saver.begin("r", chunks, self._blocks)
+                for layer in range(SPEC.num_layers):
+                    self.saver.layer_done(layer)
+            else:
+                self.saver.save("r", chunks, self._blocks)
 
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])

@@ -33,8 +33,8 @@ from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
 from headwater.stores.embedded import destroy
 from headwater.stores.url import format_size, parse_url
-from headwater.transfer.device_loader import DeviceLoader
-from headwater.transfer.device_saver import DeviceSaver
+from headwater.transfer.load import Loader
+from headwater.transfer.save import Saver
 from headwater.transfer.view import PagedView, view_tensors
 
 Blocks = npt.NDArray[np.int32]
@@ -176,10 +176,8 @@ class _Rank:
         self.other_blocks: Blocks = order[-num_blocks:]
         self.shard = Shard(range(spec.num_layers), heads)
         self._ends: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-        self.saver = DeviceSaver(
-            space, self.view, self.shard, staging_bytes=bench.staging_bytes, deadline_s=_DEADLINE_S
-        )
-        self.loader = DeviceLoader(
+        self.saver = Saver(space, self.view, self.shard, staging_bytes=bench.staging_bytes, deadline_s=_DEADLINE_S)
+        self.loader = Loader(
             space,
             self.view,
             self.shard,
@@ -205,7 +203,7 @@ class _Rank:
             # Few large calls, as an engine makes them: two threads in turns cost the interpreter more than either.
             saver.wait_for_room(min(saver.ring.count // 4, len(chunks) - done), _DEADLINE_S)
             count = min(saver.ring.num_free, len(chunks) - done)
-            saver.save(chunks[done : done + count], self.blocks)
+            saver.save("bench", chunks[done : done + count], self.blocks)
             done += count
         if not saver.drain(_DEADLINE_S) or saver.num_dropped:
             raise EngineError(f"{saver.num_dropped} chunks were dropped: {dict(saver.statuses)}")
@@ -402,13 +400,13 @@ def _interference(bench: TransferBench, rank: _Rank, out_rate: float, device: to
     def layer(number: int) -> None:
         step, layer = divmod(number, num_layers)
         if not layer:
-            saver.begin(rank.chunks[step * per_step : (step + 1) * per_step], rank.blocks)
+            saver.begin("bench", rank.chunks[step * per_step : (step + 1) * per_step], rank.blocks)
         saver.layer_done(layer)
 
     def whole(number: int) -> None:
         chunks = rank.chunks[number * per_step // num_layers : (number + 1) * per_step // num_layers]
         if chunks and saver.ring.num_free >= len(chunks):
-            saver.save(chunks, rank.blocks)
+            saver.save("bench", chunks, rank.blocks)
 
     turns = {"alone": lambda number: None, "layers": layer, "at_once": whole, "again": lambda number: None}
     rounds = take_turns({name: partial(timed, name, after) for name, after in turns.items()}, 3 * bench.pairs)

@@ -10,17 +10,16 @@ from headwater.connector.stats import TransferStats
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
-from headwater.transfer.device_loader import DeviceLoader
-from headwater.transfer.device_ring import sums_bytes
-from headwater.transfer.device_saver import DeviceSaver
-from headwater.transfer.layers import CPU_GROUP_BYTES, GPU_GROUP_BYTES
-from headwater.transfer.loader import Loader
-from headwater.transfer.saver import Saver
+from headwater.transfer.load import Loader
+from headwater.transfer.ring import sums_bytes
+from headwater.transfer.save import Saver
+from headwater.transfer.save_job import Wanted
 from headwater.transfer.view import PagedView
 
 DEFAULT_STAGING_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
 """On a GPU two halves of it are under way at a time, and copies below 64 MiB do not fill the bus."""
-DEFAULT_GROUP_BYTES = {"cpu": CPU_GROUP_BYTES, "cuda": GPU_GROUP_BYTES}
+SAVE_PATIENCE_S = 0.02
+"""How long a step may wait for room in the staging before chunks are dropped: a bus moves a gigabyte meanwhile."""
 
 
 def staging_bytes(config: ConnectorConfig | None, device_type: str) -> int:
@@ -48,22 +47,21 @@ class WorkerHalf:
     ) -> None:
         kind = "cuda" if view.device.type == "cuda" else "cpu"
         each = _one_way_bytes(config, kind)
-        group_bytes = config.group_bytes or DEFAULT_GROUP_BYTES[kind]
-        make_saver, make_loader = (DeviceSaver, DeviceLoader) if kind == "cuda" else (Saver, Loader)
-        self._saver = make_saver(
+        self._saver = Saver(
             space,
             view,
             shard,
             staging_bytes=each,
-            group_bytes=group_bytes,
+            group_bytes=config.group_bytes,
             deadline_s=config.save_deadline_s,
+            patience_s=SAVE_PATIENCE_S,
         )
-        self._loader = make_loader(
+        self._loader = Loader(
             space,
             view,
             shard,
             staging_bytes=each,
-            group_bytes=group_bytes,
+            group_bytes=config.group_bytes,
             deadline_s=config.load_deadline_s,
             on_done=lambda name, count: on_loaded(Loaded(name, count)),
         )
@@ -71,11 +69,11 @@ class WorkerHalf:
     def save(self, jobs: Sequence[Job]) -> None:
         """Take the jobs' KV out of the cache now and store it in the background. Together they cost a GPU's engine
         hardly more than one."""
-        self._saver.save_all([(job.chunks, job.block_ids) for job in jobs])
+        self._saver.save_all([Wanted(job.request_id, job.chunks, job.block_ids) for job in jobs])
 
     def begin_save(self, job: Job) -> None:
         """Take the job's KV out of the cache layer by layer, in the course of the step that computes it."""
-        self._saver.begin(job.chunks, job.block_ids)
+        self._saver.begin(job.request_id, job.chunks, job.block_ids)
 
     def load(self, job: Job, *, layerwise: bool = False) -> None:
         """Bring the job's KV into its blocks in the background; with `layerwise`, for a step that begins now."""

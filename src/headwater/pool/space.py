@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ from headwater.stores.base import (
 )
 
 _MAX_ROOTS = 65536
+_FETCH_S = 2.0
+"""How long a read without a deadline waits for lower tiers."""
 
 
 @dataclass(frozen=True)
@@ -203,18 +206,20 @@ class Space:
         out: Sequence[Buffer] | Tiles,
         *,
         deadline_s: float | None = None,
+        keep: bool = True,
     ) -> list[Status]:
         """Bring this shard's tiles of each chunk into the caller's memory, verified there.
 
         One buffer a chunk (`empty` makes them), or, where all chunks have the same number of tokens, one array for
         all: uint8 of shape (chunks, layers, heads, bytes), each tile contiguous, which is the fastest way to bring
-        many small pieces. A buffer whose status is not OK holds garbage.
+        many small pieces. A buffer whose status is not OK holds garbage. Chunks that only a lower tier has are also
+        brought to the first one, unless `keep` is False.
         """
         if len(out) != len(chunks):
             raise BufferMismatchError(f"{len(out)} buffers were given for {len(chunks)} chunks")
         if not isinstance(out, np.ndarray) or not chunks:
             pieces = [Piece(chunk, shard, buffer) for chunk, buffer in zip(chunks, out, strict=True)]
-            return self.read_pieces(pieces, deadline_s=deadline_s)
+            return self.read_pieces(pieces, deadline_s=deadline_s, keep=keep)
         shape = self._shape(chunks[0], shard)
         fits = out.shape[1:] == shape and out.dtype == np.uint8 and out.strides[3] == 1 and out.flags.writeable
         sizes = (
@@ -227,14 +232,21 @@ class Space:
                 f"one array for {len(chunks)} chunks must be writeable uint8 of shape {(len(chunks), *shape)}, each "
                 f"tile contiguous, and the chunks of one size; got {out.dtype} of shape {out.shape}"
             )
-        statuses = self._store.read_shard(self._root_or_any(chunks[0].root), chunks, shard, out, deadline_s)
+        root = self._root_or_any(chunks[0].root)
+        if keep:
+            self._fetch_all(root, chunks, deadline_s)
+        statuses = self._store.read_shard(root, chunks, shard, out, deadline_s)
         self._tally("read", shape[0] * shape[1] * shape[2] * statuses.count(Status.OK), statuses)
         return statuses
 
-    def read_pieces(self, pieces: Sequence[Piece], *, deadline_s: float | None = None) -> list[Status]:
-        """Read any mixture of shards of any chunks of this space."""
+    def read_pieces(
+        self, pieces: Sequence[Piece], *, deadline_s: float | None = None, keep: bool = True
+    ) -> list[Status]:
+        """Read any mixture of shards of any chunks of this space. `keep`: see `read`."""
         ready = [self._ready(piece) for piece in pieces]
         root = self._root_or_any(pieces[0].chunk.root) if pieces else self._any_root
+        if keep:
+            self._fetch_all(root, [piece.chunk for piece in pieces], deadline_s)
         statuses = self._store.read(root, ready, deadline_s)
         self._tally("read", _moved(ready, statuses), statuses)
         return statuses
@@ -274,6 +286,29 @@ class Space:
             for (i, _), status in zip(numbered, outcome, strict=True):
                 statuses[i] = status
         return statuses
+
+    def _fetch_all(self, root: RootRef, chunks: Sequence[ChunkRef], deadline_s: float | None) -> None:
+        """Bring chunks that only lower tiers have into the first one, as far as they can be kept there, and wait."""
+        if not self._store.has_lower_tiers or not chunks or root.key != chunks[0].root:
+            return
+        end = time.monotonic() + (_FETCH_S if deadline_s is None else deadline_s)
+        for run in _runs(chunks):
+            fetch = self._store.fetch(root, run, max(0.0, end - time.monotonic()))
+            if fetch is not None:
+                fetch.wait(end)
+                fetch.release()
+
+    def judge(self, chunk: ChunkRef, shard: Shard, *, deadline_s: float | None = None) -> Status:
+        """A copy of a lent chunk did not verify: read it where it was lent. DAMAGED: it was damaged and has been
+        removed; MISS: it was evicted meanwhile; OK: the copy was bad."""
+        status = self._store.judge(self._any_root, Piece(chunk, shard, self.empty(chunk, shard)), deadline_s)
+        self._tally("read", 0, [status])
+        return status
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        """Whether chunks may be found further down than where they are lent."""
+        return self._store.has_lower_tiers
 
     def fetch(self, chunks: Sequence[ChunkRef], *, deadline_s: float) -> Fetch | None:
         """Begin to bring consecutive chunks of one chain from lower tiers into the first one; None where there is
@@ -363,6 +398,16 @@ class Space:
         return self._store.mapped
 
     @property
+    def max_pending_bytes(self) -> int:
+        """How many bytes may be reserved and not yet visible, by all servers together."""
+        return self._store.max_pending_bytes
+
+    @property
+    def pending_bytes(self) -> int:
+        """How many are now."""
+        return self._store.stats().pending_bytes
+
+    @property
     def lookup_s(self) -> float:
         """How long `match`, `exists`, `lease` and `release` may take; 0 where they read memory of this host and wait
         for nobody."""
@@ -438,6 +483,18 @@ class Space:
         others = set(statuses) if good < len(statuses) else (Status.OK,)
         counts = {f"{verb}_{status.name.lower()}": statuses.count(status) for status in others}
         self._count(**{f"{verb}_bytes": moved, **counts})
+
+
+def _runs(chunks: Sequence[ChunkRef]) -> list[list[ChunkRef]]:
+    """Chunks in chain order, cut where one does not follow the one before; each once."""
+    runs: list[list[ChunkRef]] = []
+    ordered = sorted({chunk.key: chunk for chunk in chunks}.values(), key=lambda chunk: chunk.number)
+    for chunk in ordered:
+        if runs and runs[-1][-1].key == chunk.parent:
+            runs[-1].append(chunk)
+        else:
+            runs.append([chunk])
+    return runs
 
 
 def _overlaps(array: Tiles) -> bool:

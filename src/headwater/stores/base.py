@@ -259,6 +259,9 @@ class Fetch(Protocol):
         """Chunks, counted from the first one asked for, that are in the first tier now and cannot be evicted before
         `release`. What is missing when the fetch is done could not be kept there: a load reads it from further down."""
 
+    def wait(self, deadline: float) -> bool:
+        """Wait until it is done, by `time.monotonic() == deadline` at the latest."""
+
     def release(self) -> None:
         """Stop, and let go of what is held. Idempotent."""
 
@@ -270,6 +273,10 @@ class Store(Protocol):
     lookup_s: float
     """How long looking something up may take; 0 where it reads memory of this host and waits for nobody."""
     max_extent_bytes: int
+    max_pending_bytes: int
+    """Bytes that may be reserved and not yet visible, at most."""
+    has_lower_tiers: bool
+    """Whether it is the first of several tiers."""
 
     def check_space(self, space: SpaceRef) -> None:
         """Raise SpecMismatchError if this identity is stored under another spec."""
@@ -285,6 +292,9 @@ class Store(Protocol):
 
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         """Copy into the callers' memory and verify there. Memory of an item that is not OK holds garbage."""
+
+    def judge(self, root: RootRef, piece: Piece, deadline_s: float | None = None) -> Status:
+        """`read` of one piece where chunks are lent, in no lower tier."""
 
     def read_shard(
         self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard, tiles: Tiles, deadline_s: float | None = None

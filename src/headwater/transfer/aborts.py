@@ -1,7 +1,7 @@
-"""Chunks that this rank cannot save are given up for all ranks of its server, also for those that come later.
+"""A chunk that this rank cannot save is aborted for the whole server, also for ranks that come to it later.
 
-A rank that is behind may reserve a chunk after this one has given it up, and would then wait for tiles that never
-come. So giving up is repeated for a while, unless this rank takes the chunk up again.
+A slower rank may reserve a chunk after this one has aborted it, and would then wait for tiles that never come. So the
+abort is repeated for a while, unless this rank saves the chunk after all.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ class Aborts:
         self.has_peers = is_part or shard.split.parts > 1 or shard.replicas > 1
         """Whether other ranks write parts of the same chunks."""
         self._owed: dict[bytes, tuple[ChunkRef, float]] = {}
-        """By key: what is to be given up again, and until when."""
+        """By key: chunks to be aborted again, and until when."""
         self._due = 0.0
 
-    def give_up(self, chunks: Sequence[ChunkRef]) -> None:
-        """Give chunks up now, and again later: some of the other ranks may not have begun them yet."""
+    def abort(self, chunks: Sequence[ChunkRef]) -> None:
+        """Abort chunks now, and again later: some of the other ranks may not have begun them yet."""
         if self.has_peers and chunks:
             self._due = self._due if self._owed else time.monotonic() + RETRY_S
             until = time.monotonic() + OWED_S
             self._owed.update({chunk.key: (chunk, until) for chunk in chunks})
         self._space.abort(chunks)
 
-    def give_up_failed(self, outcome: Iterable[tuple[ChunkRef, Status]], *, has_begun: bool) -> int:
-        """Give up what could not be stored; how many those were.
+    def abort_failed(self, outcome: Iterable[tuple[ChunkRef, Status]], *, has_begun: bool) -> int:
+        """Abort chunks that could not be stored; how many those were.
 
         A chunk that was not even begun in time is left alone: this rank's part of it may be in, by another request.
         """
         failed = [(chunk, status) for chunk, status in outcome if status.failed]
         if lost := [chunk for chunk, status in failed if has_begun or status != Status.TIMEOUT]:
-            self.give_up(lost)
+            self.abort(lost)
         return len(failed)
 
-    def take_up(self, chunks: Sequence[ChunkRef]) -> None:
+    def resume(self, chunks: Sequence[ChunkRef]) -> None:
         """Chunks that this rank saves now. Cheap where nothing is owed."""
         if self._owed:
             for chunk in chunks:
@@ -59,7 +59,7 @@ class Aborts:
 
     @property
     def is_owing(self) -> bool:
-        """Whether there is something to be given up again. From any thread."""
+        """Whether an abort is to be repeated. From any thread."""
         return bool(self._owed)
 
     @property
@@ -73,7 +73,7 @@ class Aborts:
             self.retry()
 
     def retry(self) -> None:
-        """Give up what has been begun since. Cheap where nothing is owed, and what cannot be given up expires."""
+        """Abort what has been begun since. Cheap where nothing is owed; a chunk that cannot be aborted expires."""
         now = time.monotonic()
         self._due = now + RETRY_S
         self._owed = {key: owed for key, owed in self._owed.items() if now < owed[1]}

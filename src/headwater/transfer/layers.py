@@ -7,11 +7,9 @@ from itertools import pairwise
 MAX_GROUPS = 16
 """More would only cost the host time: with sixteen, all but a sixteenth of a transfer hides behind the computation."""
 
-CPU_GROUP_BYTES = 8 << 20
-"""On a CPU a group is worth a call into the pool from this size on."""
-
-GPU_GROUP_BYTES = 32 << 20
-"""On a GPU copies must be large, or the host cannot issue them as fast as the bus moves them."""
+GROUP_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}
+"""By mover: how large a group should be. On a CPU it is worth a call into the pool from this size on; on a GPU copies
+must be large, or the host cannot issue them as fast as the bus moves them."""
 
 
 def layers_before(layers: range, group: range) -> range | None:

@@ -14,7 +14,7 @@ import torch
 from headwater.errors import EngineError, HeadwaterError
 from headwater.pool.space import Space
 from headwater.transfer.copy import register_host, unregister_host
-from headwater.transfer.lanes import enter_thread
+from headwater.transfer.streams import enter_thread
 
 log = logging.getLogger(__name__)
 

@@ -52,6 +52,8 @@ DEFAULT_DEADLINE_S = 1.0
 class EmbeddedStore:
     """One open store. Handles to the same store in one process share a `Core`."""
 
+    has_lower_tiers = False
+
     def __init__(self, core: Core, url: str, deadline_s: float, release: Callable[[], None]) -> None:
         self._core = core
         self._url = url
@@ -64,7 +66,8 @@ class EmbeddedStore:
         self.mapped = core.data.mapped
         self.lookup_s = 0.0
         g = core.geometry
-        self.max_extent_bytes = min(g.segment_bytes, g.data_bytes // PENDING_SHARE)
+        self.max_pending_bytes = g.data_bytes // PENDING_SHARE
+        self.max_extent_bytes = min(g.segment_bytes, self.max_pending_bytes)
 
     def _open(self) -> AbstractContextManager[Core]:
         if self._release is None:
@@ -101,6 +104,9 @@ class EmbeddedStore:
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         with self._open():
             return self._reader.read(root, pieces, self._deadline(deadline_s))
+
+    def judge(self, root: RootRef, piece: Piece, deadline_s: float | None = None) -> Status:
+        return self.read(root, [piece], deadline_s)[0]
 
     def read_shard(
         self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard, tiles: Tiles, deadline_s: float | None = None

@@ -56,8 +56,8 @@ class _NoLease:
 class RemoteStore:
     """One backend as a store. See `stores.base.Store`; what needs mapped memory raises."""
 
-    mapped = False
-    max_extent_bytes = 1 << 62
+    mapped = has_lower_tiers = False
+    max_extent_bytes = max_pending_bytes = 1 << 62
 
     def __init__(self, url: StoreUrl, client: ObjectClient) -> None:
         self.url = url
@@ -95,6 +95,10 @@ class RemoteStore:
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         """See `stores.base.Store.read`."""
         return self._reader.read(root.space.spec, pieces, self._deadline(deadline_s))
+
+    def judge(self, root: RootRef, piece: Piece, deadline_s: float | None = None) -> Status:
+        """See `stores.base.Store.judge`."""
+        return self.read(root, [piece], deadline_s)[0]
 
     def read_shard(
         self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard, tiles: Tiles, deadline_s: float | None = None

@@ -67,6 +67,8 @@ class _Completed(threading.local):
 class TieredStore:
     """See the module, and `stores.base.Store`."""
 
+    has_lower_tiers = True
+
     def __init__(
         self, front: EmbeddedStore, tiers: Sequence[LowerTier], ownership: Ownership | SoleOwnership | None
     ) -> None:
@@ -75,6 +77,7 @@ class TieredStore:
         self.lookup_s = sum(tier.store.lookup_s for tier in tiers)
         self._counts = Counts()
         self.mapped = front.mapped
+        self.max_pending_bytes = front.max_pending_bytes
         self.max_extent_bytes = min(front.max_extent_bytes, *(tier.store.max_extent_bytes for tier in tiers))
         self._copier: Copier | NoCopier = NoCopier() if ownership is None else Copier(front, tiers, ownership)
         self._completed = _Completed()
@@ -146,6 +149,10 @@ class TieredStore:
                 statuses[i] = status if status == Status.OK or statuses[i] != Status.DAMAGED else Status.DAMAGED
             self._promote(tier, root, [p for p, status in zip(wanted, below, strict=True) if status == Status.OK], end)
         return statuses
+
+    def judge(self, root: RootRef, piece: Piece, deadline_s: float | None = None) -> Status:
+        """See `stores.base.Store.judge`."""
+        return self._front.judge(root, piece, deadline_s)
 
     def read_shard(
         self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard, tiles: Tiles, deadline_s: float | None = None

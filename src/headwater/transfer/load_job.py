@@ -1,6 +1,6 @@
-"""What a load on a GPU consists of: the request, the parts of it that were looked up together, and batches under way.
+"""A load as plain data: the request, the parts of it that were looked up together, and batches on their way.
 
-Plain data for `device_loader`, which does the work.
+`load` does the work, with the help of a mover.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 from headwater.kv.hashing import ChunkRef
 from headwater.stores.base import Loan
 from headwater.transfer.convert import Plan
-from headwater.transfer.lanes import OVER, Mark
+from headwater.transfer.copy_threads import Gate
+from headwater.transfer.streams import PAST, Event
 
 
 @dataclass(eq=False)
@@ -29,32 +30,50 @@ class Load:
     groups: list[range]
     """Layers that come together."""
     layerwise: bool
-    asked: Mark
-    """When it was asked for: what the engine did with these blocks before must have ended."""
+    asked: Event
+    """When it was asked for: whatever the engine did with these blocks before must have ended."""
     deadline: float
+    num_before: int = 0
+    """Chunks before these that are in place already: they count in the report."""
+    started_s: float = 0.0
+    parts: list[Part] = field(default_factory=list)
+    num_issued: int = 0
+    """Chunks whose copies were begun."""
+    num_done: int = 0
+    """Chunks, from the first on, that verified and are being written."""
+    num_in_flight: int = 0
+    """Batches that have not been given back."""
+    is_going: bool = True
+    """Whether more of it is to be brought."""
+    is_wanted: bool = True
+    """Whether what is on its way is still of use."""
+    may_land: bool = True
+    """Whether chunks that the first tier does not have may be read from further down."""
     num_good: int = field(init=False)
-    """Chunks, from the first on, of which nothing is missing or damaged so far as is known."""
-    marks: list[Mark] = field(default_factory=list)
+    """Layer by layer: chunks, from the first on, of which nothing is known to be missing or damaged."""
+    events: list[Event] = field(default_factory=list)
     """By group: when it is in place. As many as have been launched."""
     is_cancelled: bool = False
     is_given_up: bool = False
     """Not all of it will come: nobody need wait for the rest."""
     is_damaged: bool = False
-    """Something did not verify on the device."""
+    """Something did not verify."""
     is_missed: bool = False
     """Somebody who waited for a layer went on without it: whatever comes now, it came too late."""
+    gate: Gate = field(default_factory=Gate)
+    """Closed when the load ends: from then on nothing may be written into its blocks."""
 
     def __post_init__(self) -> None:
         self.num_good = len(self.chunks)
 
     def has_launched(self, layer: int) -> bool:
         """Whether a layer (of the whole model) is in place in the order of the device, or nobody need wait for it."""
-        return self.is_given_up or len(self.marks) > self._group_of(layer)
+        return self.is_given_up or len(self.events) > self._group_of(layer)
 
-    def mark_of(self, layer: int) -> Mark | None:
+    def event_of(self, layer: int) -> Event | None:
         """When a layer that was launched is in place; None where it is given up."""
         group = self._group_of(layer)
-        return self.marks[group] if group < len(self.marks) else None
+        return self.events[group] if group < len(self.events) else None
 
     def _group_of(self, layer: int) -> int:
         return next(number for number, group in enumerate(self.groups) if layer <= group[-1])
@@ -69,20 +88,19 @@ class Stored(NamedTuple):
 
 @dataclass(eq=False)
 class Part:
-    """Consecutive chunks of a load that were looked up together. Without a loan the processor reads them."""
+    """Consecutive chunks of a load that were looked up together. Without a loan they are read into private memory."""
 
+    load: Load
     first: int
     """Number of its first chunk in the load."""
     chunks: Sequence[ChunkRef]
     plan: Plan
-    is_whole: bool
-    """Whether all that was looked up was there."""
     loan: Loan | None = None
     stored: list[Stored] = field(default_factory=list)
-    sums: Tensor | None = None
-    """Checksums (chunks, layers, heads), in pinned memory."""
+    sums: Tensor | npt.NDArray[np.uint64] | None = None
+    """Checksums (chunks, layers, heads), as the mover keeps them."""
     expected: Tensor | None = None
-    """The same on the device, once the first copy was started."""
+    """The same on the device, once the first copy was begun."""
 
     @property
     def stop(self) -> int:
@@ -92,20 +110,25 @@ class Part:
 
 @dataclass(eq=False)
 class Batch:
-    """Some layers of some of a part's chunks, on their way to the device."""
+    """Some layers of some of a part's chunks, on their way."""
 
+    load: Load
     part: Part
     spans: range
     """Which of the part's chunks."""
     plan: Plan
-    flat: Tensor
-    num_bytes: int
-    """Of the ring."""
+    flat: Tensor | None = None
+    num_bytes: int = 0
+    """Of the staging."""
     good: Tensor | None = None
     """By chunk, on the host once `checked`: whether all its tiles verified."""
-    checked: Mark = OVER
-    done: Mark = OVER
-    """When its room in the ring is free again."""
+    is_late: bool = False
+    """It was stopped because the load is over, not because something was wrong."""
+    is_placed: bool = False
+    """The mover has put it into the cache already."""
+    checked: Event = PAST
+    done: Event = PAST
+    """When its room in the staging is free again."""
     held: object = None
     """Device memory that must live until then."""
 

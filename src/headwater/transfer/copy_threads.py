@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-MAX_CARRIERS = 4
+MAX_COPY_THREADS = 4
 """More than these a memory bus hardly feeds, and the engine needs its cores."""
 
 Work = Callable[[int], bool]
@@ -76,15 +76,15 @@ class _Round:
                     self.num_good = min(self.num_good, number)
 
 
-class Carriers:
+class CopyThreads:
     """A few threads beside the caller's. They may run on all cores that the thread may which makes them."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        count = min(MAX_CARRIERS, cores) if num_threads is None else num_threads
+        count = min(MAX_COPY_THREADS, cores) if num_threads is None else num_threads
         self._rounds: queue.SimpleQueue[tuple[_Round, threading.Semaphore] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._run, name=f"headwater-carrier-{number}", daemon=True)
+            threading.Thread(target=self._run, name=f"headwater-copy-{number}", daemon=True)
             for number in range(1, count)
         ]
         for thread in self._threads:

@@ -32,7 +32,7 @@ class Room(NamedTuple):
     """What it takes up, and what must be given back for it: its units, and what was skipped at the ring's end."""
 
 
-class DeviceRing:
+class StagingRing:
     """One allocation of so many slots for whole chunks. Thread-safe."""
 
     def __init__(self, slot_bytes: int, budget_bytes: int, device: torch.device, *, with_sums: bool = False) -> None:
@@ -91,6 +91,12 @@ class DeviceRing:
         """Return the oldest bytes that are taken."""
         with self._changed:
             self._free += num_bytes
+            self._changed.notify_all()
+
+    def reset(self) -> None:
+        """Return everything that is taken."""
+        with self._changed:
+            self._free, self._next = self._size, 0
             self._changed.notify_all()
 
     def wait(self, num_chunks: int, timeout_s: float) -> bool:

@@ -6,55 +6,55 @@ import threading
 
 import pytest
 
-from headwater.transfer.carriers import Carriers, Gate
+from headwater.transfer.copy_threads import CopyThreads, Gate
 
 TIMEOUT_S = 10.0
 
 
 @pytest.fixture(params=[1, 2, 4])
-def carriers(request: pytest.FixtureRequest) -> object:
-    made = Carriers(request.param)
+def copy_threads(request: pytest.FixtureRequest) -> object:
+    made = CopyThreads(request.param)
     yield made
     made.close()
     made.close()
 
 
-def test_every_piece_is_carried_once(carriers: Carriers) -> None:
+def test_every_piece_is_carried_once(copy_threads: CopyThreads) -> None:
     for count in (0, 1, 3, 100):
         done: list[int] = []
-        assert carriers.run(count, lambda number, done=done: done.append(number) or True) == count
+        assert copy_threads.run(count, lambda number, done=done: done.append(number) or True) == count
         assert sorted(done) == list(range(count))
 
 
-def test_what_follows_a_piece_that_failed_is_not_counted(carriers: Carriers) -> None:
+def test_what_follows_a_piece_that_failed_is_not_counted(copy_threads: CopyThreads) -> None:
     begun: list[int] = []
 
     def work(number: int) -> bool:
         begun.append(number)
         return number not in (7, 9)
 
-    assert carriers.run(100, work) == 7
+    assert copy_threads.run(100, work) == 7
     assert set(range(8)) <= set(begun), "all before the first that failed must have been tried"
     assert len(begun) <= 8 + 4, "pieces were begun long after one had failed"
 
 
-def test_an_error_reaches_the_caller_and_the_threads_go_on(carriers: Carriers) -> None:
+def test_an_error_reaches_the_caller_and_the_threads_go_on(copy_threads: CopyThreads) -> None:
     def work(number: int) -> bool:
         if number == 3:
             raise ValueError("no")
         return True
 
     with pytest.raises(ValueError, match="no"):
-        carriers.run(10, work)
-    assert carriers.run(10, lambda number: True) == 10
+        copy_threads.run(10, work)
+    assert copy_threads.run(10, lambda number: True) == 10
 
 
 def test_pieces_are_carried_at_the_same_time() -> None:
-    carriers, both = Carriers(2), threading.Barrier(2)
+    copy_threads, both = CopyThreads(2), threading.Barrier(2)
     try:
-        assert carriers.run(2, lambda number: both.wait(TIMEOUT_S) is not None) == 2
+        assert copy_threads.run(2, lambda number: both.wait(TIMEOUT_S) is not None) == 2
     finally:
-        carriers.close()
+        copy_threads.close()
 
 
 def test_a_gate_closes_once_and_waits_for_those_inside() -> None:

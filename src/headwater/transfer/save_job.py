@@ -1,10 +1,11 @@
-"""What a save on a GPU consists of: a job of some chunks, what was gathered of it, and batches under way.
+"""A save as plain data: a job of some chunks, the parts of it that were gathered, and batches on their way.
 
-Data for `device_saver`, whose thread launches, and for `device_sender`, whose thread does the rest.
+`save` fills these in the thread that launches, `sender` in its own; each field says whose it is.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,8 +19,17 @@ from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Reservation, Status
 from headwater.transfer.convert import Plan
-from headwater.transfer.device_ring import Room
-from headwater.transfer.lanes import Mark
+from headwater.transfer.ring import Room
+from headwater.transfer.states import PartState
+from headwater.transfer.streams import Event
+
+
+class Wanted(NamedTuple):
+    """Chunks of one request (in order, parents first), and its blocks from its first token on."""
+
+    name: str
+    chunks: Sequence[ChunkRef]
+    block_ids: npt.NDArray[np.int32]
 
 
 class Target(NamedTuple):
@@ -35,37 +45,44 @@ class SaveJob:
     """Chunks that are saved together: all layers at once, or one group of layers after another."""
 
     chunks: Sequence[ChunkRef]
+    names: Sequence[str]
+    """By chunk: the request that it was taken from."""
     plan: Plan
     groups: list[range]
+    taken_s: float = field(default_factory=time.monotonic)
     num_layers: int = 0
     """Layers that are computed. This and the next four belong to the thread that launches."""
     num_gathered: int = 0
     """Groups that have left the cache."""
     num_kept: int = field(init=False)
-    """Chunks, from the first on, that have not been given up."""
+    """Chunks, from the first on, that there was room for."""
     rooms: list[tuple[range, Room]] = field(default_factory=list)
     """Where the layers of the next group go to: numbers of chunks, and their place."""
     parts: list[Plan] = field(default_factory=list)
     """Their parts of the plan."""
+    states: list[PartState] = field(init=False)
+    """By chunk. This and everything below belongs to the sender's thread."""
     targets: dict[int, Target] = field(default_factory=dict)
-    """By number of the chunk. This and all that follows belongs to the sender's thread."""
+    """By number of the chunk: the open extents, one for each part that is FILLING."""
     is_open: bool = False
-    """Its extents are reserved, all of them at once."""
+    """Its extents are reserved all at once: its layers come in groups."""
     in_place: bool = True
-    num_alive: int = field(init=False)
-    ended: set[int] = field(default_factory=set)
-    """Chunks of which nothing more is stored, and that are counted: there already, refused, or lost."""
-    num_settled: int = 0
+    """Whether extents can be filled where they lie; otherwise the bytes go through `Space.write`."""
     sums: npt.NDArray[np.uint64] | None = None
     """(chunks, layers, heads), as far as they have come."""
 
     def __post_init__(self) -> None:
-        self.num_kept = self.num_alive = len(self.chunks)
+        self.num_kept = len(self.chunks)
+        self.states = [PartState.TAKEN] * len(self.chunks)
 
     @property
     def group(self) -> range:
         """The layers that leave the cache now."""
         return self.groups[self.num_gathered]
+
+    def alive(self, spans: range) -> list[int]:
+        """Those of some chunks of which more is to be stored."""
+        return [span for span in spans if not self.states[span].is_final]
 
     def equal(self, spans: Sequence[int], shard: Shard) -> list[list[int]]:
         """Chunks of one size of which a rank writes the same layers."""
@@ -76,7 +93,7 @@ class SaveJob:
         return list(groups.values())
 
     def by_owned(self, spans: Sequence[int], shard: Shard) -> Iterator[tuple[Shard, slice, list[int]]]:
-        """Chunks of which a rank writes the same layers: (what it writes, which of its own layers, the chunks)."""
+        """Chunks of which a rank writes the same layers: (the layers it writes, their slice of its own, the chunks)."""
         if shard.replicas == 1:
             yield shard, slice(None), list(spans)
             return
@@ -100,38 +117,38 @@ class Gathered:
     added_up: Tensor | None
     """What the gather added up for the checksums."""
     room: Room
-    gathered: Mark
+    gathered: Event
     is_last: bool
     """Nothing more of this job follows."""
     sums: Tensor | None = None
-    """On the device, once they are being computed."""
+    """On the device, once they are being computed. This and the next two belong to the mover."""
     sums_here: Tensor | None = None
-    hashed: Mark | None = None
+    hashed: Event | None = None
 
 
 class Open(NamedTuple):
     """Reserve a job's extents: its layers will follow."""
 
     job: SaveJob
-    first_layer: Mark
+    first_layer: Event
     """The end of its first one on the device."""
 
 
 class Cut(NamedTuple):
-    """Give up a job's chunks from this number on."""
+    """Abort a job's chunks from this number on."""
 
     job: SaveJob
     num_kept: int
 
 
-class GiveUp(NamedTuple):
+class Abort(NamedTuple):
     """Chunks of which this rank brings nothing: the other ranks' parts of them are of no use."""
 
     chunks: Sequence[ChunkRef]
 
 
-class TakeUp(NamedTuple):
-    """Chunks that will be saved: what was given up of them before is given up no more."""
+class Resume(NamedTuple):
+    """Chunks that will be saved: earlier aborts of them are not repeated any more."""
 
     chunks: Sequence[ChunkRef]
 
@@ -140,7 +157,7 @@ class PassOn(NamedTuple):
     """Give room back of which nothing will be stored."""
 
     room: Room
-    unused: Mark
+    unused: Event
     """When nobody writes into it any more."""
 
 
@@ -153,11 +170,11 @@ class Batch(NamedTuple):
     num_bytes: int
     """Of the ring."""
     commits: range
-    """What is complete when this batch is in."""
-    copied: Mark
+    """Chunks that are complete when this batch is in."""
+    copied: Event
 
 
-Item = Gathered | Open | Cut | GiveUp | TakeUp | PassOn
+Item = Gathered | Open | Cut | Abort | Resume | PassOn
 """What the sender is told to do, in this order."""
 
 

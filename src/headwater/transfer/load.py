@@ -1,0 +1,320 @@
+"""From the pool into a paged cache: lent, copied, verified, and only then written into the request's blocks.
+
+One thread brings the chunks that the first tier has, several loads at a time, so that the bus does not wait between two
+of them. Chunks that only a lower tier has, and that could not be kept in the first one, are read into private memory by
+a second thread (the *lander*): a slow store never holds up other loads. A load that goes layer by layer writes each
+layer at once, in time for the step that computes with it, and its end says whether the bytes were right. Every load
+ends by its deadline; whatever comes later is thrown away before it touches the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import Shard
+from headwater.pool.space import Space
+from headwater.stores.base import Status
+from headwater.transfer.layers import GROUP_BYTES, layer_groups
+from headwater.transfer.load_job import Load
+from headwater.transfer.movers import make_placer, mover_of
+from headwater.transfer.pipeline import Pipeline
+from headwater.transfer.streams import current_stream, enter_thread
+from headwater.transfer.view import PagedView
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 0.25
+"""How long past its deadline a load may take to end by itself; then it is ended."""
+LANDING_BYTES = 64 << 20
+"""Staging of the lander: a lower tier is slower than any bus."""
+_MAX_TIMINGS = 4096
+
+
+class Loader:
+    """One rank's way out of the pool. Thread-safe; `on_done(name, chunks in place)` is called from its threads."""
+
+    def __init__(
+        self,
+        space: Space,
+        view: PagedView,
+        shard: Shard,
+        *,
+        staging_bytes: int,
+        deadline_s: float,
+        on_done: Callable[[str, int], None],
+        group_bytes: int | None = None,
+        mover: str | None = None,
+        is_landing: bool = False,
+    ) -> None:
+        self._device = view.device
+        self._shard = shard
+        self._deadline_s = deadline_s
+        mover = mover_of(view.device, mover)
+        self._group_bytes = group_bytes or GROUP_BYTES[mover]
+        self._on_done = on_done
+        _, heads, tile = shard.local_shape(space.spec, 0, space.chunk_tokens)
+        self._layer_bytes = heads * tile
+        """Of one chunk."""
+        self.placer = make_placer(mover, space, view, shard, staging_bytes)
+        self._lander: Loader | None = None
+        self._make_lander: Callable[[], Loader] = partial(
+            Loader,
+            space,
+            view,
+            shard,
+            staging_bytes=min(staging_bytes, LANDING_BYTES),
+            deadline_s=deadline_s,
+            on_done=on_done,
+            mover=mover,
+            is_landing=True,
+        )
+        self._active: deque[Load] = deque()
+        """Loads that have something under way; the newest of them is the one that is being issued."""
+        self._queue: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._open: list[Load] = []
+        self._changed = threading.Condition()
+        """Guards `_open`; told whenever a load has got further."""
+        self._pipeline = Pipeline(space, shard, self.placer, self._changed, is_landing=is_landing)
+        self._closing = False
+        self._seconds = 0.0
+        self._timings: deque[float] = deque(maxlen=_MAX_TIMINGS)
+        self._thread = threading.Thread(target=self._run, name="headwater-loader", daemon=True)
+        self._clock = threading.Thread(target=self._watch, name="headwater-load-clock", daemon=True)
+        self._thread.start()
+        self._clock.start()
+
+    # ---- what was done ------------------------------------------------------------------------------------------
+    @property
+    def statuses(self) -> Counter[Status]:
+        """What became of the chunks that were asked for."""
+        return self._pipeline.statuses if self._lander is None else self._pipeline.statuses + self._lander.statuses
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were written into the cache."""
+        return self._pipeline.num_bytes + (0 if self._lander is None else self._lander.num_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Time in which at least one load was under way."""
+        return self._seconds + (0.0 if self._lander is None else self._lander.seconds)
+
+    def take_timings(self) -> list[float]:
+        """Seconds from asked to done of the loads that ended since the last call."""
+        own = [self._timings.popleft() for _ in range(len(self._timings))]
+        return own if self._lander is None else own + self._lander.take_timings()
+
+    # ---- for the engine -----------------------------------------------------------------------------------------
+    def load(
+        self, name: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32], *, layerwise: bool = False
+    ) -> None:
+        """Bring these chunks (consecutive ones of a chain) into those blocks; `on_done(name, chunks in place)` follows
+        in any case, once. The blocks are not written before the current stream has got to this call.
+
+        With `layerwise`, layers come in order, `wait_layer` says when one is there, and blocks may be written with
+        bytes that turn out to be damaged: the end says how many chunks, counted from the first, were right in all
+        layers. Only chunks of the first tier are loaded so: a slow store must not stall a step.
+        """
+        groups = [self._shard.layers]
+        if layerwise:
+            groups = layer_groups(self._shard.layers, self._layer_bytes * len(chunks), self._group_bytes)
+        asked, now = current_stream(self._device).record(), time.monotonic()
+        self._put_in(Load(name, chunks, block_ids, groups, layerwise, asked, now + self._deadline_s, started_s=now))
+
+    def _put_in(self, load: Load) -> None:
+        with self._changed:
+            self._open.append(load)
+            self._changed.notify_all()
+            is_stuck = any(other.gate.is_closed for other in self._active)
+        if is_stuck:  # in a load that was ended without it: the next one would wait for nothing
+            self._end(load, 0, is_overdue=True)
+        else:
+            self._queue.put(load)
+
+    def wait_layer(self, layer: int) -> None:
+        """Let the current stream wait for one layer (of the whole model) of every load that goes layer by layer.
+
+        The caller waits only until that is launched, or given up, and never beyond a load's deadline.
+        """
+        if layer not in self._shard.layers:
+            return
+        with self._changed:
+            loads = [load for load in self._open if load.layerwise]
+            for load in loads:
+                left_s = max(0.0, load.deadline - time.monotonic())
+                if not self._changed.wait_for(lambda load=load: load.has_launched(layer), left_s):  # type: ignore[misc]
+                    load.is_missed = load.is_given_up = True
+            events = [load.event_of(layer) for load in loads]
+        stream = current_stream(self._device)
+        for event in events:
+            if event is not None:
+                stream.wait(event)
+
+    @property
+    def has_open(self) -> bool:
+        """Whether a load that goes layer by layer has not ended."""
+        with self._changed:
+            return any(load.layerwise for load in self._open)
+
+    def cancel(self, name: str) -> None:
+        """Stop a load as soon as possible. Its `on_done` still comes: until then its blocks may be written."""
+        with self._changed:
+            for load in self._open:
+                if load.name == name:
+                    load.is_cancelled = load.is_given_up = True
+            self._changed.notify_all()
+        if self._lander is not None:
+            self._lander.cancel(name)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the threads; loads that have not begun are reported with nothing in place. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+            self._clock.join(timeout_s)
+        with self._changed:
+            left = list(self._open)
+        for load in left:  # the store has not answered, and nobody watches the clock any more
+            self._end(load, 0, is_overdue=True)
+        if not self._thread.is_alive():
+            self.placer.close(timeout_s)
+        if self._lander is not None:
+            self._lander.close(timeout_s)
+
+    # ---- the loader's thread ------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        enter_thread(self._device)
+        is_open = True
+        while is_open or self._active:
+            if is_open and not (self._active and self._active[-1].is_going):
+                try:
+                    load = self._queue.get(block=not self._active)
+                except queue.Empty:
+                    pass
+                else:
+                    is_open = load is not None
+                    if load is not None:
+                        self._begin(load)
+                    continue
+            start = time.monotonic()
+            try:
+                self._advance()
+            except Exception:
+                log.exception("loads failed; the engine computes what is missing")
+                self._fail_all()
+            self._seconds += time.monotonic() - start
+
+    def _begin(self, load: Load) -> None:
+        if self._closing:
+            self._end(load, 0)
+            return
+        try:
+            while load.layerwise and self._active:  # it goes alone, because a step waits for it
+                self._advance()
+        except Exception:
+            log.exception("loads failed; the engine computes what is missing")
+            self._fail_all()
+        with self._changed:
+            self._active.append(load)
+        try:
+            self.placer.begin(load)
+            if load.layerwise:
+                start = time.monotonic()
+                num_loaded = self._pipeline.load_layers(load)
+                self._seconds += time.monotonic() - start
+                self._finish(load, 0 if load.is_missed else num_loaded)
+        except Exception:
+            log.exception("a load failed; the engine computes what is missing")
+            self._fail_all()
+
+    def _advance(self) -> None:
+        """One piece of work; then report the loads of which nothing is under way any more."""
+        self._pipeline.advance(self._active[-1])
+        while self._active and not self._active[0].is_going and not self._active[0].num_in_flight:
+            self._finish(self._active[0], self._active[0].num_done)
+
+    def _finish(self, load: Load, num_done: int) -> None:
+        """Nothing of a load is under way any more: report it, or let the lander bring the rest."""
+        with self._changed:
+            self._active.remove(load)
+        for part in load.parts:
+            if part.loan is not None:
+                part.loan.release()
+        load.parts = []
+        is_short = num_done < len(load.chunks) and load.may_land and self._pipeline.may_land and not load.layerwise
+        if is_short and not load.gate.is_closed and not self._pipeline.is_over(load):
+            self._pass_on(load, num_done)
+        else:
+            self._end(load, num_done)
+
+    def _pass_on(self, load: Load, num_done: int) -> None:
+        with self._changed:
+            self._lander = self._lander or self._make_lander()
+            rest = Load(
+                load.name,
+                load.chunks[num_done:],
+                load.block_ids,
+                load.groups,
+                False,
+                load.asked,
+                load.deadline,
+                num_before=load.num_before + num_done,
+                started_s=load.started_s,
+            )
+            rest.is_cancelled = load.is_cancelled
+            if not load.gate.close():
+                return  # its time was over a moment ago
+            self._open.remove(load)
+            self._changed.notify_all()
+        self._lander._put_in(rest)
+
+    def _fail_all(self) -> None:
+        """The device, or the store, failed in the middle of several loads: none of them has got anything."""
+        self._pipeline.fail()
+        for load in list(self._active):
+            self._pipeline.statuses[Status.MISS] += 1
+            load.is_going = load.may_land = False
+            self._finish(load, 0)
+
+    # ---- the end of a load --------------------------------------------------------------------------------------
+    def _end(self, load: Load, num_loaded: int, *, is_overdue: bool = False) -> None:
+        """Report a load; the second report of one is not made."""
+        if not load.gate.close():
+            return
+        if is_overdue:
+            self._pipeline.statuses[Status.TIMEOUT] += len(load.chunks)
+            self.placer.synchronize()  # its last writes may be under way
+        self._timings.append(time.monotonic() - load.started_s)
+        with self._changed:
+            self._open.remove(load)
+            load.is_given_up = True
+            self._changed.notify_all()
+        self._on_done(load.name, load.num_before + num_loaded)
+
+    def _watch(self) -> None:
+        """The clock's thread: end loads that are overdue. Their store may answer in a minute, or never."""
+        while True:
+            with self._changed:
+                if self._closing:
+                    return
+                now = time.monotonic()
+                due = [load for load in self._open if now >= load.deadline + GRACE_S]
+                if not due:
+                    next_due = min((load.deadline + GRACE_S for load in self._open), default=None)
+                    self._changed.wait(None if next_due is None else next_due - now)
+            for load in due:
+                log.warning("no answer from the pool in %.1f s; the engine computes what is missing", self._deadline_s)
+                self._end(load, 0, is_overdue=True)

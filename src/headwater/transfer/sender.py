@@ -1,0 +1,422 @@
+"""The thread behind `Saver`: extents, checksums, copies, commits.
+
+Everything comes through one queue, in the order in which the ring was taken, and leaves in that order. Waiting batches
+are sent before arrived ones are committed: the bus must not stand still meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater.errors import EngineError
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import Shard
+from headwater.pool.space import Space
+from headwater.stores.base import Reservation, Status
+from headwater.transfer.aborts import Aborts
+from headwater.transfer.extents import staged_starts
+from headwater.transfer.layers import layers_before
+from headwater.transfer.movers import make_storer
+from headwater.transfer.ring import BATCH_BYTES, StagingRing
+from headwater.transfer.save_job import (
+    Batch,
+    Cut,
+    Gathered,
+    Item,
+    Open,
+    PassOn,
+    Resume,
+    SaveJob,
+    Target,
+    noted_tiles,
+)
+from headwater.transfer.states import PartState
+from headwater.transfer.streams import enter_thread
+from headwater.transfer.unsaved import Unsaved
+from headwater.transfer.view import PagedView
+
+log = logging.getLogger(__name__)
+
+_FIRST_BATCH, _LAST_BATCH = 28, 24
+"""Chunks of the first two batches of many and of the last ones: the bus begins early, and the last commit is short.
+With fewer it would be busy for less than the two milliseconds that a slow host needs for the next batch."""
+
+_FULL_PATIENCE_S, _FULL_POLL_S = 0.25, 0.005
+"""How long pending room is waited for that this server's own ranks are about to make visible."""
+
+_MAX_TIMINGS = 4096
+
+
+class Sender:
+    """See the module. All methods but those of its thread may be called from one other thread, and do not wait."""
+
+    def __init__(
+        self, space: Space, view: PagedView, shard: Shard, ring: StagingRing, mover: str, deadline_s: float
+    ) -> None:
+        self._space = space
+        self._device = view.device
+        self._shard = shard
+        self._ring = ring
+        self._deadline_s = deadline_s
+        self._in_place = space.mapped and shard.split.parts == 1
+        self._aborts = Aborts(space, shard)
+        self._storer = make_storer(mover, space, view, shard)
+        self._in_flight: deque[Batch] = deque()
+        self._filling: set[bytes] = set()
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._num_items = 0
+        self._num_unsettled = 0
+        self._settled = threading.Condition()
+        self.statuses: Counter[Status] = Counter()
+        self.num_dropped = 0
+        self.num_bytes = 0
+        self.unsaved = Unsaved()
+        self.timings: deque[float] = deque(maxlen=_MAX_TIMINGS)
+        """Seconds from taken to visible, one for each job that was stored."""
+        self._thread = threading.Thread(target=self._run, name="headwater-sender", daemon=True)
+        self._thread.start()
+
+    def wait_prepared(self) -> None:
+        """Wait until the store's memory is ready. For measurements."""
+        self._storer.wait_prepared()
+
+    # ---- from the thread that launches --------------------------------------------------------------------------
+    def count(self, chunks: Sequence[ChunkRef]) -> None:
+        """These chunks are taken: `drain` waits until each is settled."""
+        with self._settled:
+            self._num_unsettled += len(chunks)
+        if self._aborts.is_owing:  # else the sender is left asleep
+            self.tell(Resume(chunks))
+
+    def tell(self, item: Item) -> None:
+        """Have something done, in its turn."""
+        with self._settled:
+            self._num_items += 1
+        self._queue.put(item)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything that was counted is settled, and nothing is under way."""
+        with self._settled:
+            return self._settled.wait_for(lambda: self._is_idle, timeout_s)
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._num_unsettled or self._num_items or self._in_flight)
+
+    def close(self, timeout_s: float) -> None:
+        """Drain, then stop the thread. Idempotent."""
+        self._storer.stop(timeout_s)
+        if self._thread.is_alive():
+            self.drain(timeout_s)
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._storer.close()
+
+    # ---- the sender's thread ------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        enter_thread(self._device)
+        while True:
+            has_batch = self._in_flight and self._queue.empty()
+            try:
+                item = None if has_batch else self._queue.get(timeout=self._aborts.wait_s)
+            except queue.Empty:
+                self._aborts.retry()
+                continue
+            if item is None and not has_batch:
+                self._aborts.retry()
+                break
+            try:
+                self._finish() if item is None else self._handle(item)
+                self._aborts.retry_if_due()
+            except Exception:
+                log.exception("a save failed")
+            finally:
+                with self._settled:
+                    self._num_items -= item is not None
+                    if self._is_idle:
+                        self._settled.notify_all()
+        self._finish_all()
+        self._storer.synchronize()  # the device may still read memory that is about to be unregistered
+
+    def _handle(self, item: Item) -> None:
+        if isinstance(item, Gathered):
+            self._send(item)
+        elif isinstance(item, Open):
+            self._open(item)
+        elif isinstance(item, Cut):
+            self._cut(item.job, item.num_kept)
+        elif isinstance(item, PassOn):
+            self._finish_all()
+            item.unused.synchronize()
+            self._ring.give_back(item.room.num_bytes)
+        elif isinstance(item, Resume):
+            self._aborts.resume(item.chunks)
+        else:
+            self._abort(item.chunks)
+
+    def _open(self, item: Open) -> None:
+        """Not at once: whoever launches a step has no lead over the device yet, and would share the interpreter."""
+        job, item.job.is_open = item.job, True
+        self._aborts.resume(job.chunks)
+        while self._in_flight and not item.first_layer.query():
+            try:
+                self._finish()
+            except Exception:
+                log.exception("the end of a save failed")
+        try:
+            item.first_layer.synchronize()
+            job.in_place = self._in_place and self._reserve(job, range(len(job.chunks)))
+        except Exception:
+            self._fail(job)
+            raise
+
+    def _reserve(self, job: SaveJob, spans: range) -> bool:
+        """Find out where some chunks go; False where the store's memory cannot be reached in place.
+
+        A chunk gets no target where there is nothing to fill. The same prompt may be running twice, and its two results
+        may differ in the last bit: the second to come must leave the bytes alone.
+        """
+        chunks = job.chunks[spans.start : spans.stop]
+        extents = self._reserve_patiently(chunks)
+        try:
+            places = self._space.places(extents)
+            addresses = [0 if place is None else self._storer.address(place.segment) for place in places]
+            if None in addresses:
+                self._in_place = False
+                for extent in extents:
+                    extent.close()  # not aborted: other ranks' tiles may be in them, and this one's will come
+                return False
+            noted = noted_tiles(self._space, self._shard, chunks, extents)
+            refused = list[tuple[int, Status]]()
+            for row, (chunk, extent) in enumerate(zip(chunks, extents, strict=True)):
+                place, address, status = places[row], addresses[row], extent.status
+                if status != Status.EXISTS and chunk.key in self._filling:
+                    status = Status.BUSY
+                elif status == Status.OK and noted[row]:
+                    status = Status.EXISTS
+                if status != Status.OK or place is None or address is None:
+                    refused.append((spans[row], status))
+                    extent.close()
+                else:
+                    job.targets[spans[row]] = Target(address, address + place.offset, extent)
+                    job.states[spans[row]] = PartState.FILLING
+                    self._filling.add(chunk.key)
+            if refused:
+                self._refuse(job, refused, has_begun=False)
+        except BaseException:
+            for chunk, extent in zip(chunks, extents, strict=True):
+                extent.close() if chunk.key in self._filling else extent.abort()
+            raise
+        return True
+
+    def _reserve_patiently(self, chunks: Sequence[ChunkRef]) -> list[Reservation]:
+        """Reserve extents. Where pending room runs out, finish what is under way and try again: the chunks that take
+        it up are this server's own, and become visible by that."""
+        extents = self._space.reserve(chunks, self._shard, deadline_s=self._deadline_s)
+        end = time.monotonic() + _FULL_PATIENCE_S
+        while (at := _first_full(extents)) is not None:
+            has_hope = bool(self._in_flight) or self._aborts.has_peers
+            if not has_hope or time.monotonic() >= end or self._space.pending_bytes == 0:
+                break
+            self._finish_all()
+            for extent in extents[at:]:
+                extent.close()
+            extents[at:] = self._space.reserve(chunks[at:], self._shard, deadline_s=self._deadline_s)
+            if _first_full(extents) == at:
+                time.sleep(_FULL_POLL_S)
+        return extents
+
+    def _send(self, work: Gathered) -> None:
+        """Everything for one gather. A failure aborts its chunks: it costs the next server time, and this one
+        nothing."""
+        job, left = work.job, work.room.num_bytes
+        try:
+            if work.plan is None:
+                raise EngineError("the gather was not launched")
+            if not job.is_open:
+                self._aborts.resume(job.chunks)
+            if job.sums is None:
+                job.sums = np.zeros((len(job.chunks), len(self._shard.layers), len(self._shard.heads)), np.uint64)
+            starts = staged_starts(work.plan, len(work.layers))
+            for spans in self._batches(work):
+                while len(self._in_flight) >= self._storer.most_in_flight:
+                    self._finish()
+                at_end = spans.stop == work.spans.stop
+                low, high = starts[spans.start - work.spans.start], starts[spans.stop - work.spans.start]
+                size = left if at_end else high - low
+                commits = spans if not job.is_open else range(len(job.chunks) if work.is_last and at_end else 0)
+                in_place = job.in_place if job.is_open else self._in_place and self._reserve(job, spans)
+                if in_place:
+                    # The last of several is short, and somebody may wait for it: to be woken takes a tenth of its time.
+                    is_short = at_end and not job.is_open and spans.start > work.spans.start
+                    going = [span for span in spans if span in job.targets]
+                    copied = self._storer.copy(work, work.plan, going, starts, blocking=not is_short)
+                    self._in_flight.append(Batch(work, spans, size, commits, copied.event))
+                    left -= size
+                    if at_end or len(self._in_flight) == self._storer.most_in_flight:
+                        self._storer.hash(work)  # not sooner: the bus would wait for it
+                    self._storer.touch(copied)  # after that, which would drive it out of the device's cache
+                else:
+                    self._write_through(work, spans, low, high)
+                    self._ring.give_back(size)
+                    left -= size
+        except Exception as error:
+            log.warning("a save failed (%s: %s); its chunks are aborted", type(error).__name__, error)
+            self._fail(job)
+            work.gathered.synchronize()
+        if left:
+            self._finish_all()
+            self._ring.give_back(left)
+
+    def _batches(self, work: Gathered) -> Iterator[range]:
+        """Which chunks are copied together: few at first where the bus has nothing to do, and, where each batch is
+        committed and nothing follows, few at the end."""
+        first, stop, is_whole, was_idle = work.spans.start, work.spans.stop, not work.job.is_open, not self._in_flight
+        most, at = max(1, BATCH_BYTES // max(1, work.flat.numel() // len(work.spans))), first
+        if is_whole:
+            # Chunks that are in the ring already may leave in larger pieces than those that must be waited for.
+            most = max(min(most, self._ring.batch), min(2 * most, len(work.spans) // 4))
+        while at < stop:
+            size = min(most, max(_FIRST_BATCH, at - first)) if was_idle else most
+            if is_whole and self._queue.empty():
+                size = min(size, max(_LAST_BATCH, (stop - at) // 2))
+            if stop - at - size < min(_LAST_BATCH, most) // 2:
+                size = stop - at
+            yield range(at, at + size)
+            at += size
+
+    # ---- the end of a batch -------------------------------------------------------------------------------------
+    def _finish_all(self) -> None:
+        while self._in_flight:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the oldest batch, give its room back, and make visible what is complete."""
+        batch = self._in_flight.popleft()
+        batch.copied.synchronize()
+        try:
+            self._storer.take_sums(batch.work, batch.spans)
+        except Exception:
+            log.exception("the checksums of a save failed; its chunks are aborted")
+            self._storer.synchronize()  # what was launched may still read the ring
+            self._abort_parts(batch.work.job, batch.spans)
+        self._ring.give_back(batch.num_bytes)
+        if batch.commits:
+            self._commit(batch.work.job, batch.commits)
+
+    def _commit(self, job: SaveJob, spans: range) -> None:
+        filled = [span for span in spans if span in job.targets]
+        extents, known = {span: job.targets.pop(span).extent for span in filled}, set[int]()
+        try:
+            assert job.sums is not None
+            for owned, layers, group in job.by_owned(filled, self._shard):
+                opened = [extents[span] for span in group]
+                outcome = self._space.commit_shard(opened, owned, job.sums[group, layers], deadline_s=self._deadline_s)
+                known.update(group)
+                good = [span for span, status in zip(group, outcome, strict=True) if status is Status.OK]
+                lost = [(span, s) for span, s in zip(group, outcome, strict=True) if s is not Status.OK]
+                self.statuses.update([Status.OK] * len(good))
+                self._end_parts(job, good, PartState.STORED)
+                for span, _ in lost:
+                    extents[span].abort()
+                if lost:
+                    self._refuse(job, lost, has_begun=True)
+                tokens = sum([job.chunks[span].num_tokens for span in good])
+                self.num_bytes += owned.num_tiles * tokens * self._space.spec.row_bytes
+        except Exception:
+            log.exception("a commit failed")
+            self._end_parts(job, [span for span in filled if span not in known], PartState.ABORTED)
+        finally:
+            self._space.close_all(list(extents.values()))
+            self._filling.difference_update([job.chunks[span].key for span in filled])
+            self.timings.append(time.monotonic() - job.taken_s)
+
+    # ---- aborting -----------------------------------------------------------------------------------------------
+    def _cut(self, job: SaveJob, num_kept: int) -> None:
+        """No more will come of a job's chunks from this number on: their room in the pool is free at once."""
+        if job.alive(range(num_kept, len(job.chunks))):
+            self._finish_all()  # no extent may be aborted while the device writes into it
+            self._abort_parts(job, range(num_kept, len(job.chunks)))
+
+    def _fail(self, job: SaveJob) -> None:
+        """Abort what is left of a job."""
+        self._storer.synchronize()  # work may be under way that belongs to no batch yet
+        self._finish_all()
+        self._abort_parts(job, range(len(job.chunks)))
+
+    def _abort_parts(self, job: SaveJob, spans: range) -> None:
+        """Abort those of some chunks that are not settled, for the whole server."""
+        lost = job.alive(spans)
+        try:
+            for span in reversed(lost):
+                if (target := job.targets.pop(span, None)) is not None:
+                    self._filling.discard(job.chunks[span].key)
+                    target.extent.abort()
+            self._abort([job.chunks[span] for span in lost])
+        finally:
+            self._end_parts(job, lost, PartState.ABORTED)
+
+    def _abort(self, chunks: Sequence[ChunkRef]) -> None:
+        """Abort chunks of which nothing more comes, but not those that another job is filling."""
+        self._aborts.abort([chunk for chunk in chunks if chunk.key not in self._filling])
+
+    def _refuse(self, job: SaveJob, refused: Sequence[tuple[int, Status]], *, has_begun: bool) -> None:
+        """Note chunks that this rank does not save, and abort those that nobody else will."""
+        self.statuses.update([status for _, status in refused])
+        self._aborts.abort_failed([(job.chunks[span], status) for span, status in refused], has_begun=has_begun)
+        for span, status in refused:
+            self._end_parts(job, [span], PartState.ABORTED if status.failed else PartState.SKIPPED)
+
+    def _end_parts(self, job: SaveJob, spans: Iterable[int], state: PartState) -> None:
+        """Some parts have come to their end; each is counted once."""
+        ended = [span for span in spans if not job.states[span].is_final]
+        for span in ended:
+            job.states[span] = state
+        if state is PartState.ABORTED:
+            self.num_dropped += len(ended)
+            self.unsaved.add([(job.names[span], job.chunks[span].first_token) for span in ended])
+        with self._settled:
+            self._num_unsettled -= len(ended)
+
+    # ---- through the processor ----------------------------------------------------------------------------------
+    def _write_through(self, work: Gathered, spans: range, low: int, high: int) -> None:
+        """Where extents cannot be filled in place: through memory of the host, with the store's copy and checksums."""
+        self._finish_all()
+        job, plan = work.job, work.plan
+        assert plan is not None
+        whole, at = self._storer.host_bytes(work, low, high), 0
+        shard = replace(self._shard, layers=work.layers)
+        numbers, tiles = list[int](), list[npt.NDArray[np.uint8]]()
+        for span in spans:
+            shape = (len(work.layers), len(shard.heads), plan.tile_bytes(span - work.spans.start))
+            size = shape[0] * shape[1] * shape[2]
+            if not job.states[span].is_final:
+                numbers.append(span)
+                tiles.append(whole[at : at + size].reshape(shape))
+            at += size
+        chunks, before = [job.chunks[number] for number in numbers], layers_before(self._shard.layers, work.layers)
+        outcome = self._space.write(chunks, shard, tiles, before=before, deadline_s=self._deadline_s) if chunks else []
+        self.num_bytes += sum(t.nbytes for t, status in zip(tiles, outcome, strict=True) if status == Status.OK)
+        refused = [(number, status) for number, status in zip(numbers, outcome, strict=True) if not status.stored]
+        if refused:
+            self._refuse(job, refused, has_begun=before is not None)
+        if (
+            work.layers[-1] == self._shard.layers[-1]
+        ):  # a chunk is counted once: where it fails, or with its last layers
+            self.statuses.update([status for status in outcome if status.stored])
+            self._end_parts(job, numbers, PartState.STORED)
+            self.timings.append(time.monotonic() - job.taken_s)
+
+
+def _first_full(extents: Sequence[Reservation]) -> int | None:
+    return next((row for row, extent in enumerate(extents) if extent.status == Status.FULL), None)
