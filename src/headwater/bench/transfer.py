@@ -33,7 +33,8 @@ BARS = (
     Bar("save_ratio_tp8", True, 0.85, "save_noise_tp8"),
     Bar("load_ratio_tp8", True, 0.85, "load_noise_tp8"),
     Bar("equal_topology_ratio", True, 0.97, "equal_topology_noise"),
-    Bar("interference", False, 1.03, "interference_noise"),
+    Bar("interference", False, 1.02, "interference_noise"),
+    Bar("interference_switch_interval_left_alone", False, 1.05, "interference_noise"),
 )
 FIGURES = (*(bar.figure for bar in BARS), "save_fixed_ms", "load_fixed_ms")
 

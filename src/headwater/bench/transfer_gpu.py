@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,12 +36,14 @@ from headwater.stores.embedded import destroy
 from headwater.stores.url import format_size, parse_url
 from headwater.transfer.load import Loader
 from headwater.transfer.save import Saver
+from headwater.transfer.streams import SWITCH_S, switch_threads_often
 from headwater.transfer.view import PagedView, view_tensors
 
 Blocks = npt.NDArray[np.int32]
 
 AXES = ("plane", "block", "token", "head", "dim")
 _DEADLINE_S = 30.0
+_PYTHONS_SWITCH_S = 0.005
 _SHM = "/dev/shm"
 
 
@@ -71,6 +74,7 @@ class TransferBench:
 
 def bench_transfer(bench: TransferBench, note: Note, device: torch.device) -> dict[str, Any]:
     """All figures. Raises what the pool raises where /dev/shm has no room at all."""
+    switch_threads_often()
     spec = bench.spec(device)
     extent = spec.extent_bytes(bench.chunk_tokens)
     asked = spec.extent_bytes(bench.num_tokens)
@@ -362,6 +366,7 @@ def _interference(bench: TransferBench, rank: _Rank, out_rate: float, device: to
     A product stands for a layer. Its KV leaves layer by layer, as an engine saves a prompt; and, for comparison, in one
     piece after each product (`at_once`). How many tokens a step has is chosen so that the bus has just enough to do.
     """
+    usual_s = _PYTHONS_SWITCH_S
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left = torch.randn(bench.product_size, bench.product_size, dtype=dtype, device=device)
     right, out = torch.randn_like(left), torch.empty_like(left)
@@ -380,7 +385,8 @@ def _interference(bench: TransferBench, rank: _Rank, out_rate: float, device: to
                 if len(ahead) > 2:  # an engine is a step or two ahead of its device, too
                     ahead.pop(0).synchronize()
 
-    def timed(name: str, after: Callable[[int], object]) -> float:
+    def timed(name: str, after: Callable[[int], object], switch_s: float = SWITCH_S) -> float:
+        sys.setswitchinterval(switch_s)
         rank.renew()
         products(lambda number: None, num_layers)  # the clock of a device that did nothing is another one
         _wait_for(device)
@@ -409,10 +415,16 @@ def _interference(bench: TransferBench, rank: _Rank, out_rate: float, device: to
             saver.save("bench", chunks, rank.blocks)
 
     turns = {"alone": lambda number: None, "layers": layer, "at_once": whole, "again": lambda number: None}
-    rounds = take_turns({name: partial(timed, name, after) for name, after in turns.items()}, 3 * bench.pairs)
+    works = {name: partial(timed, name, after) for name, after in turns.items()}
+    works["left_alone"] = partial(timed, "left_alone", layer, usual_s)
+    try:
+        rounds = take_turns(works, 3 * bench.pairs)
+    finally:
+        switch_threads_often()
     saver.drain(_DEADLINE_S)
     return {
         "interference": rounds.ratio("layers", "alone"),
+        "interference_switch_interval_left_alone": rounds.ratio("left_alone", "alone"),
         "interference_noise": rounds.noise("again", "alone"),
         "interference_saving_gbps": float(np.median(saved["layers"])) / 1e9,
         "interference_at_once": rounds.ratio("at_once", "alone"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -61,6 +62,18 @@ class Stream:
 def current_stream(device: torch.device) -> Stream:
     """The stream that the calling thread launches on now."""
     return Stream(device, stream=torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
+
+SWITCH_S = 0.000001
+"""How long a thread may keep the interpreter while another wants it: not at all. A thread that launches work for the
+device lets go of the interpreter ten times in a step, and each time a thread that reserves or commits may take it. With
+Python's default of five milliseconds the device waits for both."""
+
+
+def switch_threads_often() -> None:
+    """Shorten the interpreter's switch interval, for the whole process. Only for processes that are Headwater's own: in
+    another engine's process the interval is left alone."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
 
 
 def enter_thread(device: torch.device) -> None:
