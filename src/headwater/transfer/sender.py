@@ -197,6 +197,15 @@ class Sender:
                     extent.close()  # not aborted: other ranks' tiles may be in them, and this one's will come
                 return False
             noted = noted_tiles(self._space, self._shard, chunks, extents)
+            keys = [chunk.key for chunk in chunks]
+            if not any(noted) and None not in places and self._filling.isdisjoint(keys):
+                # As usual: all of it is to be filled.
+                found = zip(addresses, places, extents, strict=True)
+                targets = [Target(a, a + place.offset, extent) for a, place, extent in found if a and place]
+                job.targets.update(zip(spans, targets, strict=True))
+                job.states[spans.start : spans.stop] = [PartState.FILLING] * len(spans)
+                self._filling.update(keys)
+                return True
             refused = list[tuple[int, Status]]()
             for row, (chunk, extent) in enumerate(zip(chunks, extents, strict=True)):
                 place, address, status = places[row], addresses[row], extent.status
@@ -325,7 +334,8 @@ class Sender:
                 known.update(group)
                 good = [span for span, status in zip(group, outcome, strict=True) if status is Status.OK]
                 lost = [(span, s) for span, s in zip(group, outcome, strict=True) if s is not Status.OK]
-                self.statuses.update([Status.OK] * len(good))
+                if good:
+                    self.statuses[Status.OK] += len(good)
                 self._end_parts(job, good, PartState.STORED)
                 for span, _ in lost:
                     extents[span].abort()
