@@ -1,0 +1,295 @@
+"""Fetching: chunks of lower tiers into reserved extents of the first one, in the background.
+
+A fetch goes window by window, in chain order, so that a chunk's parent is always there or being filled. It commits the
+checksums that the lower tier's record or manifest gave, unverified: whoever places a chunk in a cache verifies it there.
+Whatever cannot be kept (no room, no parent, larger than half of the first tier) is left to the load, which reads it from
+further down into memory of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+
+from headwater.errors import HeadwaterError
+from headwater.kv.format import checksum
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import Split, whole_shard
+from headwater.stores.base import Filled, Lease, Piece, RootRef, Status, Tiles
+from headwater.stores.embedded.store import EmbeddedStore
+from headwater.stores.embedded.ticket import Ticket
+from headwater.stores.tiers.lower import Filling, LowerTier
+from headwater.stores.workers import Workers
+
+log = logging.getLogger("headwater")
+
+WINDOW_BYTES = 256 << 20
+"""Reserved and filled together, unless a quarter of the pending room is less."""
+_THREADS = 2
+_BUSY_PATIENCE_S, _BUSY_POLL_S = 0.1, 0.002
+
+
+class Fetcher:
+    """All fetches of one pool in one process."""
+
+    def __init__(self, front: EmbeddedStore, tiers: Sequence[LowerTier]) -> None:
+        self.front = front
+        self.tiers = tiers
+        self._workers = Workers(_THREADS, "headwater-fetch")
+        self._pid = os.getpid()
+
+    def start(self, root: RootRef, chunks: Sequence[ChunkRef], deadline_s: float) -> TierFetch | None:
+        """See `stores.base.Store.fetch`."""
+        there = self.front.exists(root, chunks)
+        num_there = there.index(False) if False in there else len(chunks)
+        if num_there == len(chunks) or not self._can_keep(root, chunks[num_there:]):
+            return None
+        if self._pid != os.getpid():  # a forked child has none of its parent's threads
+            self._workers, self._pid = Workers(_THREADS, "headwater-fetch"), os.getpid()
+        fetch = TierFetch(self, root, chunks, num_there, time.monotonic() + deadline_s)
+        self._workers.post(fetch.run)
+        return fetch
+
+    def _can_keep(self, root: RootRef, chunks: Sequence[ChunkRef]) -> bool:
+        """Whether the first tier should take these at all: their parent is there, and they do not sweep it clean."""
+        first, size = chunks[0], sum([root.space.spec.extent_bytes(chunk.num_tokens) for chunk in chunks])
+        if 2 * size > self.front.data_bytes:
+            return False
+        return first.number == 0 or self.front.locate(first.parent) is not None
+
+    def close(self) -> None:
+        """Let the threads end when they are free. Idempotent."""
+        self._workers.close()
+
+
+class TierFetch:
+    """One fetch. See `stores.base.Fetch`."""
+
+    def __init__(
+        self, fetcher: Fetcher, root: RootRef, chunks: Sequence[ChunkRef], num_there: int, deadline: float
+    ) -> None:
+        self._front, self._tiers = fetcher.front, fetcher.tiers
+        self._root = root
+        self._chunks = chunks
+        self._at = num_there
+        self._deadline = deadline
+        self._num_kept = 0
+        self._lease: Lease | None = None
+        self._ages: dict[bytes, int] = {}
+        """By key: when the chunks that were fetched had last been used, where they came from."""
+        self._from: dict[bytes, LowerTier] = {}
+        self._lock = threading.Lock()
+        self._is_released = False
+        self._done = threading.Event()
+
+    # ---- for whoever asked --------------------------------------------------------------------------------------
+    @property
+    def is_done(self) -> bool:
+        """See `stores.base.Fetch`."""
+        return self._done.is_set()
+
+    @property
+    def num_kept(self) -> int:
+        """See `stores.base.Fetch`."""
+        return self._num_kept
+
+    def wait(self, deadline: float) -> bool:
+        """See `stores.base.Fetch`."""
+        return self._done.wait(max(0.0, deadline - time.monotonic()))
+
+    def release(self) -> None:
+        """See `stores.base.Fetch`. Chunks that were used once are as old as they were: one read of a large lower tier
+        must not push everything else out of the first one."""
+        with self._lock:
+            is_first, self._is_released = not self._is_released, True
+            lease, self._lease, self._num_kept = self._lease, None, 0
+        if is_first and self._ages:
+            self._front.redate(self._ages)
+        if lease is not None:
+            lease.release()
+
+    # ---- in a thread --------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Bring everything, window by window."""
+        try:
+            self._hold()
+            while self._at < len(self._chunks) and not self._is_released and time.monotonic() < self._deadline:
+                window = self._window()
+                num_kept = self._bring(window)
+                self._at += num_kept
+                self._hold()
+                if num_kept < len(window):
+                    break
+        except HeadwaterError as error:
+            log.warning("a fetch ended early: %s", error)
+        except Exception:
+            log.exception("a fetch failed; the rest is read from further down")
+        finally:
+            self._done.set()
+
+    def _hold(self) -> None:
+        """Keep what is there from eviction: a lease on the last chunk keeps its whole prefix."""
+        if not self._at:
+            return
+        lease = self._front.lease(self._root, self._chunks[self._at - 1].key)
+        with self._lock:
+            old, self._lease = self._lease, lease
+            self._num_kept = self._at if lease is not None else 0
+            if self._is_released:
+                lease, self._lease, self._num_kept = self._lease, None, 0
+            else:
+                lease = None
+        for ended in (old, lease):
+            if ended is not None:
+                ended.release()
+
+    def _window(self) -> Sequence[ChunkRef]:
+        extent = self._root.space.spec.extent_bytes(self._root.space.chunk_tokens)
+        most = max(1, min(WINDOW_BYTES, self._front.max_pending_bytes // 4) // extent)
+        return self._chunks[self._at : self._at + most]
+
+    def _bring(self, window: Sequence[ChunkRef]) -> int:
+        """Bring one window; how many of its chunks, from the first on, are in the first tier now."""
+        sources = self._sources(window)
+        found = next((i for i, source in enumerate(sources) if source is None), len(window))
+        window, sources = window[:found], sources[:found]
+        if not self._front.mapped:
+            return self._write(window, sources)
+        tickets = self._reserve(window, [source[1] for source in sources if source is not None])
+        try:
+            fillings = self._fill(window, sources, tickets)
+            self._commit(tickets, fillings)
+        finally:
+            for ticket in tickets:
+                if ticket.status == Status.OK:
+                    ticket.abort()  # not committed: it could never be complete
+            self._front.close_all(tickets)
+        return self._num_complete(window, tickets)
+
+    def _sources(self, window: Sequence[ChunkRef], after: int = -1) -> list[tuple[int, Split] | None]:
+        """By chunk: the nearest tier (after some tier) that has it, and how it is split there."""
+        found: list[tuple[int, Split] | None] = [None] * len(window)
+        for number, tier in enumerate(self._tiers):
+            absent = [i for i, source in enumerate(found) if source is None]
+            if number <= after or not absent or not tier.usable:
+                continue
+            for i, split in zip(absent, tier.splits([window[i] for i in absent]), strict=True):
+                if split is not None:
+                    found[i] = number, split
+        return found
+
+    def _reserve(self, window: Sequence[ChunkRef], splits: Sequence[Split]) -> list[Ticket]:
+        """Extents for as many chunks as there is room for, in chain order."""
+        tickets = list[Ticket]()
+        left_s = max(0.0, self._deadline - time.monotonic())
+        for split, group in groupby(range(len(window)), key=lambda i: splits[i]):
+            chunks = [window[i] for i in group]
+            tickets += self._front.reserve(self._root, chunks, split, left_s, exclusive=True)
+            if tickets[-1].status not in (Status.OK, Status.EXISTS, Status.BUSY):
+                break
+        return tickets
+
+    def _fill(
+        self, window: Sequence[ChunkRef], sources: Sequence[tuple[int, Split] | None], tickets: Sequence[Ticket]
+    ) -> dict[int, Filling]:
+        """Have the tiers fill the extents; a chunk that one tier has lost comes from the next. By number in the
+        window: those that are filled."""
+        filled = dict[int, Filling]()
+        todo = {i: source for i, source in enumerate(sources[: len(tickets)]) if tickets[i].status == Status.OK}
+        while todo:
+            for number, tier in enumerate(self._tiers):
+                mine = [i for i, source in todo.items() if source is not None and source[0] == number]
+                ready = [(i, extent) for i in mine if (extent := tickets[i].tiles) is not None]
+                if ready:
+                    filled |= self._fill_from(tier, window, ready)
+            lost = {i: source for i, source in todo.items() if i not in filled and source is not None}
+            others = {i: self._sources([window[i]], after=source[0])[0] for i, source in lost.items()}
+            todo = {i: other for i, other in others.items() if other is not None and other[1] == lost[i][1]}
+        return filled
+
+    def _fill_from(
+        self, tier: LowerTier, window: Sequence[ChunkRef], ready: Sequence[tuple[int, Tiles]]
+    ) -> dict[int, Filling]:
+        chunks = [window[i] for i, _ in ready]
+        ages = tier.ages([chunk.key for chunk in chunks])
+        fillings = tier.fill(self._root, chunks, [extent for _, extent in ready], self._deadline)
+        good = dict[int, Filling]()
+        for (i, extent), filling, age in zip(ready, fillings, ages, strict=True):
+            if filling.status == Status.OK:
+                good[i] = filling
+                self._ages[window[i].key], self._from[window[i].key] = age, tier
+                tier.counts.add(hits=1, hit_bytes=extent.nbytes)
+            else:
+                tier.counts.add(misses=1)
+        return good
+
+    def _commit(self, tickets: Sequence[Ticket], fillings: dict[int, Filling]) -> None:
+        """Note the checksums of what was filled, up to the first chunk that was not: without it, nobody could find the
+        others. A ticket's status becomes EXISTS where its chunk is complete."""
+        spec, commits, owners = self._root.space.spec, list[Filled](), list[int]()
+        missing = [i for i, ticket in enumerate(tickets) if ticket.status == Status.OK and i not in fillings]
+        for i in range(missing[0] if missing else len(tickets)):
+            if i in fillings:
+                sums, split = fillings[i].sums, fillings[i].split
+                assert sums is not None
+                for part, column in enumerate(np.ascontiguousarray(sums.reshape(-1, split.parts).T)):
+                    commits.append(Filled(tickets[i], range(spec.num_layers), range(spec.num_kv_heads), part, column))
+                    owners.append(i)
+        outcome = self._front.commit(commits, max(0.1, self._deadline - time.monotonic()))
+        lost = {i for i, status in zip(owners, outcome, strict=True) if status != Status.OK}
+        for i in dict.fromkeys(owners):
+            if i not in lost:
+                tickets[i].status = Status.EXISTS
+                self._from[tickets[i].chunk.key].counts.add(promoted=1)
+        self._front.redate(self._ages)
+
+    def _num_complete(self, window: Sequence[ChunkRef], tickets: Sequence[Ticket]) -> int:
+        """Chunks, from the first on, that are complete now. One that another server fills is waited for, as long as its
+        commits advance."""
+        for number, ticket in enumerate(tickets):
+            if ticket.status == Status.BUSY and not self._wait_for(window[number]):
+                return number
+            if ticket.status not in (Status.EXISTS, Status.BUSY):
+                return number
+        return len(tickets)
+
+    def _wait_for(self, chunk: ChunkRef) -> bool:
+        seen, patience = self._front.progress(chunk.key), time.monotonic() + _BUSY_PATIENCE_S
+        while time.monotonic() < min(patience, self._deadline) and not self._is_released:
+            if self._front.exists(self._root, [chunk])[0]:
+                return True
+            now = self._front.progress(chunk.key)
+            if now is None:
+                break
+            if now != seen:
+                seen, patience = now, time.monotonic() + _BUSY_PATIENCE_S
+            time.sleep(_BUSY_POLL_S)
+        return self._front.exists(self._root, [chunk])[0]
+
+    def _write(self, window: Sequence[ChunkRef], sources: Sequence[tuple[int, Split] | None]) -> int:
+        """Into a first tier that cannot be mapped: through memory of this process, verified before it is written, since
+        writing makes new checksums."""
+        spec, shard = self._root.space.spec, whole_shard(self._root.space.spec)
+        for number, (chunk, source) in enumerate(zip(window, sources, strict=True)):
+            if source is None or time.monotonic() >= self._deadline:
+                return number
+            tiles = np.empty(shard.local_shape(spec, chunk.first_token, chunk.num_tokens), np.uint8)
+            good = self._fill_from(self._tiers[source[0]], window, [(number, tiles)])
+            if number not in good or good[number].split.parts > 1 or not _is_right(tiles, good[number]):
+                return number
+            left_s = max(0.0, self._deadline - time.monotonic())
+            if not self._front.write(self._root, [Piece(chunk, shard, tiles)], left_s)[0].stored:
+                return number
+            self._from[chunk.key].counts.add(promoted=1)
+        return len(window)
+
+
+def _is_right(tiles: Tiles, filling: Filling) -> bool:
+    flat = tiles.reshape(-1, tiles.shape[-1])
+    return filling.sums is not None and [checksum(tile) for tile in flat] == filling.sums.ravel().tolist()
