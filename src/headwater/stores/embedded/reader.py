@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import BufferMismatchError, DeadlineError, HeadwaterError, StoreDamagedError
+from headwater.kv.encoding import ENCODINGS, RAW, refuse, stored_tile_bytes
 from headwater.kv.format import checksum, gather_part, part_checksums, part_rows
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
@@ -25,7 +26,7 @@ from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import MappedData
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.known import KnownTiles
-from headwater.stores.embedded.layout import CHUNK, COMPLETE, Word
+from headwater.stores.embedded.layout import CHUNK, COMPLETE, Record, Word
 from headwater.stores.embedded.members import Members
 
 
@@ -40,7 +41,9 @@ class Loaded(NamedTuple):
     offset: int
     tile_bytes: int
     addressable: bool
-    """Whether its tiles are mapped and in one part, so that they can be copied as they are."""
+    """Whether its tiles are mapped, raw and in one part, so that a reader can copy them as they are."""
+    exportable: bool
+    """Whether they are mapped and in one part, so that another store can take them as they are."""
 
     def still(self, state_words: memoryview, spec: KVSpec, num_tokens: int) -> bool:
         """Whether the record is still there (see `known`), and is what is asked for."""
@@ -121,6 +124,8 @@ class Reader:
         if start is None:
             return Run(0, ())
         length, last = self._index.run(keys, start.record.id)
+        if length < len(keys):
+            self._knows(self._index.find(keys[length]))
         return Run(length, tuple(tokens for tokens in (last or start).tails if tokens))
 
     def visible(self, root: RootRef, chunk: ChunkRef) -> bool:
@@ -128,7 +133,14 @@ class Reader:
         entry, parent = self._index.find(chunk.key), self._index.find(chunk.parent)
         if entry is None or parent is None or entry.state != COMPLETE or parent.state != COMPLETE:
             return False
-        return entry.record.parent_id == parent.record.id
+        return entry.record.parent_id == parent.record.id and self._knows(entry)
+
+    def _knows(self, entry: Entry | None) -> bool:
+        """Whether a record's tiles are in a known encoding; the log says so where they are not."""
+        known = entry is None or entry.record.encoding in ENCODINGS
+        if entry is not None and not known:
+            refuse(entry.record.encoding, self._core.name)
+        return known
 
     def lease(self, root: RootRef, key: bytes) -> ChunkLease | None:
         """Publish, then look again: an evictor marks, then looks at what is published."""
@@ -247,9 +259,8 @@ class Reader:
         if entry is None or entry.state != COMPLETE:
             return None
         record = entry.record
-        shape = (record.kind, record.num_tokens, record.length, record.num_sums, record.first_token, record.row_bytes)
-        tiles, length = spec.num_tiles * record.parts, spec.extent_bytes(chunk.num_tokens)
-        if shape != (CHUNK, chunk.num_tokens, length, tiles, chunk.first_token, spec.row_bytes):
+        size = self._fitting(spec, chunk, record)
+        if not size:
             return None
         payload = self._index.payload(entry)
         if payload is None:
@@ -259,19 +270,33 @@ class Reader:
                 self._index.words[Word.SUSPECT] = 1
             return None
         try:
-            addressable = record.parts == 1 and self._core.data.mapped
-            if addressable:
+            exportable = record.parts == 1 and self._core.data.mapped
+            if exportable:
                 self._core.data.view(record.offset, record.length)  # attaches the segment
         except (OSError, IndexError):
-            addressable = False  # it is gone; the slow way says what that means
-        sums = memoryview(payload)[: 8 * tiles].cast("Q")
-        at, size = self._index.word_at(entry.cell), record.length // spec.num_tiles
-        return Loaded(entry, sums, spec, entry.word, at, record.offset, size, addressable)
+            exportable = False  # it is gone; the slow way says what that means
+        sums = memoryview(payload)[: 8 * record.num_sums].cast("Q")
+        at, addressable = self._index.word_at(entry.cell), exportable and record.encoding == RAW
+        return Loaded(entry, sums, spec, entry.word, at, record.offset, size, addressable, exportable)
+
+    def _fitting(self, spec: KVSpec, chunk: ChunkRef, record: Record) -> int:
+        """Stored bytes of a tile, where a record is what is asked for, in an encoding that is known; 0 elsewhere."""
+        size = stored_tile_bytes(spec, chunk.num_tokens, record.encoding)
+        if not size:
+            refuse(record.encoding, self._core.name)
+        tiles = spec.num_tiles
+        shape = (record.kind, record.num_tokens, record.length, record.num_sums, record.first_token, record.row_bytes)
+        asked = (CHUNK, chunk.num_tokens, tiles * size, tiles * record.parts, chunk.first_token, spec.row_bytes)
+        return size if shape == asked else 0
 
     def _read_slowly(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
         if time.monotonic() >= deadline:
             return Status.TIMEOUT
-        whole = found.entry.record.parts == 1 and shard.split.parts == 1
+        record = found.entry.record
+        if record.encoding != RAW:
+            refuse(record.encoding, self._core.name)
+            return Status.MISS
+        whole = record.parts == 1 and shard.split.parts == 1
         try:
             return (self._copy_file if whole else self._copy_parts)(spec, found, shard, tiles, deadline)
         except (OSError, IndexError):
@@ -279,7 +304,7 @@ class Reader:
 
     def _copy_file(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
         """One `preadv` per layer (a shard's heads lie together), verified after it."""
-        record, size = found.entry.record, tiles.shape[2]
+        record, size = found.entry.record, found.tile_bytes
         for i, layer in enumerate(shard.layers):
             number = layer * spec.num_kv_heads + shard.heads.start
             targets = [tiles[i, j] for j in range(len(shard.heads))]
@@ -294,7 +319,7 @@ class Reader:
         """Tiles that context-parallel ranks wrote or read: verified whole in scratch memory, then the rows wanted."""
         record = found.entry.record
         tokens, first, parts = record.num_tokens, record.first_token, record.parts
-        split, size = Split(parts, record.interleave), spec.tile_bytes(tokens)
+        split, size = Split(parts, record.interleave), found.tile_bytes
         rows = part_rows(shard.split, shard.part, first, tokens)
         scratch = np.empty(size, np.uint8)
         for i, layer in enumerate(shard.layers):
@@ -367,7 +392,7 @@ class Reader:
             raise HeadwaterError("only whole tiles of a mapped store can be borrowed; use read")
         lease = self.lease(root, chunk.key)
         found = self.load(root.space.spec, chunk) if lease is not None else None
-        if lease is None or found is None:
+        if lease is None or found is None or found.entry.record.encoding != RAW:
             if lease is not None:
                 lease.release()
             return Status.MISS
@@ -434,4 +459,4 @@ def extent_tiles(core: Core, spec: KVSpec, entry: Entry) -> Tiles:
     """The stored bytes of a chunk of a mapped store, as (layers, heads, tile bytes)."""
     record = entry.record
     flat = core.data.view(record.offset, record.length)
-    return flat.reshape(spec.num_layers, spec.num_kv_heads, spec.tile_bytes(record.num_tokens))
+    return flat.reshape(spec.num_layers, spec.num_kv_heads, record.tile_bytes)
