@@ -201,6 +201,11 @@ class Index:
         raw = self._map[start : start + record.payload_bytes]
         return raw if checksum(raw) == record.payload_sum else None
 
+    def pending_sums(self, entry: Entry) -> bytes:
+        """The checksums of a pending record as they are now; those that are `noted` are final."""
+        start = self._heap + entry.cell * CELL + HEAD_BYTES
+        return self._map[start : start + 8 * entry.record.num_sums]
+
     def touch(self, cell: int, now_ns: int) -> None:
         """Note a use. Needs no lock: a late touch of a cell that was reused only misdates the newcomer."""
         self._ages[cell // AGE_CELLS] = now_ns

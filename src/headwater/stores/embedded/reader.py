@@ -21,12 +21,12 @@ from headwater.kv.format import checksum, gather_part, part_checksums, part_rows
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
-from headwater.stores.base import Loan, Piece, Place, RootRef, Run, Status, Tiles
+from headwater.stores.base import Piece, RootRef, Run, Status, Tiles
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import MappedData
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.known import KnownTiles
-from headwater.stores.embedded.layout import CHUNK, COMPLETE, Record, Word
+from headwater.stores.embedded.layout import CHUNK, COMPLETE, WORDS_PER_CELL, Record, Word
 from headwater.stores.embedded.members import Members
 
 
@@ -106,6 +106,7 @@ class Reader:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._index = core.index
+        self._mapped = core.data if isinstance(core.data, MappedData) else None
         self._loaded: dict[bytes, Loaded] = {}
         self._known: dict[KVSpec, KnownTiles] = {}
 
@@ -236,7 +237,7 @@ class Reader:
 
     def load(self, spec: KVSpec, chunk: ChunkRef) -> Loaded | None:
         """The record of a complete chunk with its checksums; None where there is none that fits what is asked."""
-        found = self._load(spec, chunk)
+        found = self.peek(spec, chunk)
         if found is not None:
             if len(self._loaded) >= _KNOWN_CHUNKS:
                 self._loaded.clear()
@@ -254,12 +255,13 @@ class Reader:
         known = self._known_of(found.spec)
         known.remember(record.key, found.word_at, found.word, found.offset, record.num_tokens, found.sums)
 
-    def _load(self, spec: KVSpec, chunk: ChunkRef, entry: Entry | None = None) -> Loaded | None:
+    def peek(self, spec: KVSpec, chunk: ChunkRef, entry: Entry | None = None) -> Loaded | None:
+        """`load` without remembering it, of a record that was found before."""
         entry = entry or self._index.find(chunk.key)
         if entry is None or entry.state != COMPLETE:
             return None
         record = entry.record
-        size = self._fitting(spec, chunk, record)
+        size = self.fitting_tile_bytes(spec, chunk, record)
         if not size:
             return None
         payload = self._index.payload(entry)
@@ -269,17 +271,14 @@ class Reader:
             if again is not None and again.record.id == record.id and again.state == COMPLETE:
                 self._index.words[Word.SUSPECT] = 1
             return None
-        try:
-            exportable = record.parts == 1 and self._core.data.mapped
-            if exportable:
-                self._core.data.view(record.offset, record.length)  # attaches the segment
-        except (OSError, IndexError):
-            exportable = False  # it is gone; the slow way says what that means
+        # Where its segment is gone, the slow way says what that means.
+        mapped, offset, length = self._mapped, record.offset, record.length
+        exportable = mapped is not None and record.parts == 1 and mapped.holds(offset, length)
         sums = memoryview(payload)[: 8 * record.num_sums].cast("Q")
-        at, addressable = self._index.word_at(entry.cell), exportable and record.encoding == RAW
-        return Loaded(entry, sums, spec, entry.word, at, record.offset, size, addressable, exportable)
+        at, addressable = entry.cell * WORDS_PER_CELL, exportable and record.encoding == RAW
+        return Loaded(entry, sums, spec, entry.word, at, offset, size, addressable, exportable)
 
-    def _fitting(self, spec: KVSpec, chunk: ChunkRef, record: Record) -> int:
+    def fitting_tile_bytes(self, spec: KVSpec, chunk: ChunkRef, record: Record) -> int:
         """Stored bytes of a tile, where a record is what is asked for, in an encoding that is known; 0 elsewhere."""
         size = stored_tile_bytes(spec, chunk.num_tokens, record.encoding)
         if not size:
@@ -357,34 +356,6 @@ class Reader:
         """Let go of everything remembered."""
         self._loaded.clear()
         self._known.clear()
-
-    def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
-        """See `stores.base.Store.lend`. Some microseconds a chunk."""
-        spec, data = root.space.spec, self._core.data
-        if not isinstance(data, MappedData) or shard.split.parts != 1:
-            raise HeadwaterError("only whole tiles of a mapped store can be lent; use read")
-        # Only leaves are evicted, so the deepest chunk that is there keeps all before it.
-        lease = next(filter(None, (self.lease(root, chunk.key) for chunk in reversed(chunks))), None)
-        entries = self._core.columns.find([chunk.key for chunk in chunks]).entries() if lease is not None else []
-        places: list[Place | None] = []
-        cells, payloads, blank = list[int](), list[bytes | memoryview](), bytes(8 * spec.num_tiles)
-        for chunk, entry in zip(chunks, entries, strict=False):
-            found = self._load(spec, chunk, entry)
-            if found is None or not found.addressable:
-                places.append(None)
-                payloads.append(blank)
-                continue
-            segment, start = divmod(found.offset, data.segment_bytes)
-            places.append(Place(data.segments[segment], start))  # attached, and long enough: `_load` has looked
-            payloads.append(found.sums)
-            cells.append(found.entry.cell)
-        if lease is None:
-            places, payloads = [None] * len(chunks), [blank] * len(chunks)
-        self._index.touch_all(np.array(cells, np.int64), time.time_ns())
-        layers, heads = shard.layers, shard.heads
-        sums = np.frombuffer(b"".join(payloads), np.uint64).reshape(-1, spec.num_layers, spec.num_kv_heads)
-        part = sums[:, layers.start : layers.stop : layers.step, heads.start : heads.stop]
-        return Loan(lease, places, part)
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[ChunkLease, Tiles] | Status:
         """See `stores.base.Store.borrow`."""

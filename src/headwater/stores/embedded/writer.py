@@ -193,8 +193,7 @@ class Writer:
             if ticket.entry is None or not ticket.is_open or ticket.pid != pid:
                 places.append(None)
             else:
-                segment, start = divmod(ticket.entry.record.offset, data.segment_bytes)
-                places.append(Place(data.segment(segment), start))
+                places.append(data.place(ticket.entry.record.offset))
         return places
 
     def noted(self, reservations: Sequence[Reservation], layers: range, heads: range, part: int) -> list[int]:
