@@ -8,11 +8,14 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from headwater.kv.topology import Topology, whole_shard
+from headwater.kv.format import checksum
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.pool import open_pool
-from headwater.stores.base import Status
+from headwater.stores.base import Loan, Status
 from headwater.stores.embedded import janitor, store_directory
 from headwater.stores.url import parse_size, parse_url
 
@@ -109,6 +112,42 @@ def test_a_writer_killed_after_three_of_eight_heads(tmp_path: Path) -> None:
         assert store.verify().clean
         assert store.stats().used_bytes == sum(-(-i.num_bytes // 256) * 256 for i in store.scan())
         store.close()
+
+
+def test_heads_of_a_writer_that_is_not_done_are_lent_and_outlive_it(tmp_path: Path) -> None:
+    """Three of eight heads, written by another process: read where they lie, also after that process was killed and
+    its chunks were given to another, until the loan ends."""
+    with temporary_url("shm", tmp_path, "capacity=4MiB") as url:
+        space = open_space(url)
+        chunks, theirs = space.keys(prompt(0)).chunks(), Shard(range(SPEC.num_layers), range(3))
+        with Child("write_heads_then_wait", url, 3) as child:
+            child.expect("written")
+            assert space.lend(chunks, Shard(theirs.layers, range(4))).places == [None] * len(chunks)
+            loan = space.lend(chunks, theirs)
+            check_loan(loan, chunks, theirs)
+            child.kill()
+        assert set(write(space, 0)) == {Status.OK}
+        for number in range(1, 200):  # more than fits, so that every free byte is used
+            write(space, number)
+        assert space._store.stats().evicted > 0
+        check_loan(loan, chunks, theirs)
+        loan.release()
+        for number in range(200):
+            write(space, number)
+        store = space._store
+        assert store.stats().used_bytes == sum(-(-i.num_bytes // 256) * 256 for i in store.scan())
+        assert store.verify().clean
+        store.close()
+
+
+def check_loan(loan: Loan, chunks: list[ChunkRef], shard: Shard) -> None:
+    """Fail unless all of these tiles are lent, and right."""
+    for chunk, place, sums in zip(chunks, loan.places, loan.sums, strict=True):
+        assert place is not None
+        extent = place.segment[place.offset : place.offset + SPEC.extent_bytes(chunk.num_tokens)]
+        tiles = extent.reshape(SPEC.num_layers, SPEC.num_kv_heads, -1)[:, shard.heads.start : shard.heads.stop].copy()
+        assert np.array_equal(tiles, local_tiles(SPEC, chunk, shard))
+        assert sums.tolist() == [[checksum(tile) for tile in layer] for layer in tiles]
 
 
 def test_two_groups_of_different_topology_on_the_same_chunks(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from headwater.kv import format as kv_format
 from headwater.kv.checkpoint import digest_checkpoint
+from headwater.kv.encoding import ENCODINGS, stored_extent_bytes, stored_tile_bytes
 from headwater.kv.hashing import FORMAT_VERSION, ChunkKeys, ChunkRef, Extra, root_key
 from headwater.kv.identity import Identity, canonical_rope, digest_scales
 from headwater.kv.spec import KVSpec
@@ -30,6 +31,7 @@ from headwater.stores import open_store
 from headwater.stores.base import Status
 from headwater.stores.embedded import _boot_id, layout
 from headwater.stores.embedded.layout import Geometry, Record, Word, cells_for, decode_header, state_word
+from headwater.stores.remote.manifest import Manifest, is_of_other_version
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 STATES = {"pending": layout.PENDING, "complete": layout.COMPLETE, "evicting": layout.EVICTING, "limbo": layout.LIMBO}
@@ -40,7 +42,7 @@ def load(name: str) -> dict[str, Any]:
     return data
 
 
-KEYS, SHARDS, EXTENT, INDEX = (load(name) for name in ("keys", "shards", "extent", "index"))
+KEYS, SHARDS, EXTENT, INDEX, MANIFEST = (load(name) for name in ("keys", "shards", "extent", "index", "manifest"))
 EXTENT_BYTES = (VECTORS / "extent.bin").read_bytes()
 
 
@@ -254,6 +256,16 @@ def test_parts_and_their_checksums(number: int) -> None:
         assert [f"{value:016x}" for tile in sums for value in tile] == want["checksums"]
 
 
+def test_encodings_and_the_lengths_that_they_store() -> None:
+    defined = {vector["number"]: vector["name"] for vector in EXTENT["encodings"]}
+    assert {number: known.name for number, known in ENCODINGS.items()} == defined
+    for vector in EXTENT["encodings"]:
+        for name, num_tokens, size in vector["stored_tile_bytes"]:
+            spec = KVSpec.from_canonical(EXTENT["specs"][name])
+            assert stored_tile_bytes(spec, num_tokens, vector["number"]) == size
+            assert stored_extent_bytes(spec, num_tokens, vector["number"]) == size * spec.num_tiles
+
+
 def open_space(pool: Pool, name: str) -> Space:
     identity = Identity(weights="xxh3-128:" + "0" * 32, run_dtype="float16", kv_dtype="float16")
     return pool.space(identity, KVSpec.from_canonical(EXTENT["specs"][name]), chunk_tokens=EXTENT["chunk_tokens"])
@@ -415,6 +427,26 @@ def test_headwater_reads_a_store_that_the_second_implementation_wrote(
         assert pool.stats().store.rebuilds == (0 if derived else 1)
 
 
+def test_a_chunk_in_an_encoding_that_nobody_has_defined_is_not_found_and_stays(
+    second: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = second.write_store(tmp_path, _boot_id(), last_encoding=second.UNDEFINED_ENCODING)
+    identity = Identity(**{name: value for name, value in made["identity"].items() if name != "name"})
+    spec = KVSpec.from_canonical(made["spec"])
+    with open_pool(f"file://{tmp_path}") as pool:
+        space = pool.space(identity, spec, chunk_tokens=made["chunk_tokens"])
+        keys = space.keys(made["tokens"])
+        tail = keys.chunks()[-1]
+        for _ in range(2):
+            assert space.match(keys).num_tokens == 12
+            assert space.read([tail], whole_shard(spec), [space.empty(tail, whole_shard(spec))]) == [Status.MISS]
+        report = pool.verify()
+        assert (report.clean, report.chunks, pool.stats().store.damaged) == (True, 2, 0)
+    found = second.read_store(tmp_path)[tail.key]
+    assert (found["state"], found["encoding"]) == (layout.COMPLETE, second.UNDEFINED_ENCODING)
+    assert [f"encoding {second.UNDEFINED_ENCODING}" in message for message in caplog.messages] == [True]
+
+
 def test_the_second_implementation_reads_a_store_that_headwater_wrote(second: ModuleType, tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}?capacity=8MiB&index=1MiB&segment=64KiB")
     with Pool(store) as pool:
@@ -443,3 +475,32 @@ def test_the_second_implementation_reads_a_store_that_headwater_wrote(second: Mo
         above = ref.key
     assert [found[ref.key]["tails"] for ref in refs] == [[], [4], []]
     assert [found[ref.key]["children"] for ref in refs] == [1, 1, 0]
+
+
+# ---- manifests --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("vector", MANIFEST["manifests"], ids=lambda v: v["name"])
+def test_manifest(vector: dict[str, Any]) -> None:
+    raw, fields = bytes.fromhex(vector["hex"]), dict(vector["fields"])
+    for name in ("key", "parent", "root", "generation"):
+        fields[name] = bytes.fromhex(fields[name])
+    manifest = Manifest.decode(fields["key"], raw)
+    assert manifest is not None
+    assert {name: getattr(manifest, name) for name in fields} == fields
+    assert [f"{value:016x}" for value in manifest.sums] == MANIFEST["checksums"]
+    if vector["name"] != "first version":
+        assert manifest.encode() == raw
+        for name, value in fields.items():
+            at, size = MANIFEST["field_offsets"][name]
+            assert raw[at : at + size] == (value if isinstance(value, bytes) else value.to_bytes(size, "little"))
+    spec, tokens = KVSpec.from_canonical(EXTENT["specs"][MANIFEST["spec"]]), fields["num_tokens"]
+    chunk = ChunkRef(fields["key"], fields["parent"], fields["number"], 6, tokens, fields["root"])
+    assert manifest.fits(chunk, spec) == (fields["encoding"] in ENCODINGS)
+    assert not is_of_other_version(fields["key"], raw)
+
+
+def test_a_manifest_of_a_newer_version_is_told_from_noise() -> None:
+    raw, key = bytes.fromhex(MANIFEST["newer_hex"]), bytes.fromhex(MANIFEST["manifests"][0]["fields"]["key"])
+    assert Manifest.decode(key, raw) is None
+    assert is_of_other_version(key, raw)
+    assert not is_of_other_version(bytes(32), raw)
+    assert not is_of_other_version(key, raw[:-1] + bytes([raw[-1] ^ 1]))

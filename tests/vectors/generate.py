@@ -160,6 +160,11 @@ def checksums(spec: Spec, parts: int, interleave: int, first: int, num_tokens: i
     return [xxh64(tile_part(spec, layer, head, first, some)) for layer, head in tiles_of(spec) for some in rows]
 
 
+def stored_tile_bytes(spec: Spec, num_tokens: int, encoding: int) -> int:
+    """KeyError for an encoding that nobody has defined."""
+    return {0: num_tokens * tile_row_bytes(spec)}[encoding]
+
+
 # ---- 5: topologies ----------------------------------------------------------------------------------------------
 def stage_layers(num_layers: int, pp: int | list[int]) -> list[range]:
     if isinstance(pp, int):
@@ -210,7 +215,7 @@ FREE, PENDING, COMPLETE, EVICTING, LIMBO = range(5)
 FIXED_FIELDS = {
     "key": 32, "id": 8, "parent_id": 8, "offset": 8, "length": 8, "group": 8, "created_ns": 8, "payload_sum": 8,
     "parent_cell": 4, "num_tokens": 4, "number": 4, "num_sums": 4, "interleave": 4, "payload_bytes": 4, "parts": 2,
-    "kind": 1, "flags": 1, "chunk_tokens": 4, "row_bytes": 4, "reserved": 4,
+    "kind": 1, "encoding": 1, "chunk_tokens": 4, "row_bytes": 4, "reserved": 4,
 }  # fmt: skip
 
 
@@ -270,10 +275,11 @@ def make_fields(kind: int, key: bytes, payload: bytes, chunk_tokens: int, **more
     return base | {"kind": kind, "key": key, "chunk_tokens": chunk_tokens, **sums, **more}
 
 
-def write_store(directory: Path, boot: int, *, derived: bool = True) -> dict[str, Any]:
+def write_store(directory: Path, boot: int, *, derived: bool = True, last_encoding: int = 0) -> dict[str, Any]:
     """A store with one space, one root, chunks 0 and 1 (written by two context-parallel ranks) and a tail.
 
-    `derived=False` leaves out everything that a rebuild can make from the records.
+    `derived=False` leaves out everything that a rebuild can make from the records. With a `last_encoding` that nobody
+    has defined, the tail's bytes are whatever they are: its record and checksums are right all the same.
     """
     sizes = (4 << 20, 128 << 10, 64 << 10, 256)
     places, image = geometry(*sizes), bytearray(sizes[1])
@@ -295,6 +301,7 @@ def write_store(directory: Path, boot: int, *, derived: bool = True) -> dict[str
         payload = b"".join(map(u64, sums)) + b"\1" * len(sums)
         data[units * 256 : units * 256 + len(raw)] = raw
         where = {"offset": units * 256, "length": len(raw), "row_bytes": tile_row_bytes(spec), "group": 77}
+        where |= {"encoding": last_encoding if number == 2 else 0}
         what = {"number": number, "num_tokens": count, "parts": parts, "interleave": interleave, "num_sums": len(sums)}
         records.append((make_fields(3, key, payload, chunk_tokens, **where, **what), payload))
         units += -(-len(raw) // 256)
@@ -548,7 +555,9 @@ def extent_files() -> tuple[dict[str, Any], bytes]:
         where = {"spec": name, "number": number, "first_token": first, "num_tokens": count}
         chunks.append({**where, "offset": len(data), "length": len(raw), "tiles": tiles, "splits": splits})
         data += raw
-    return {"chunk_tokens": 6, "specs": EXTENT_SPECS, "chunks": chunks}, data
+    sizes = [[name, n, stored_tile_bytes(spec, n, 0)] for name, spec in EXTENT_SPECS.items() for n in (1, 6)]
+    encodings = [{"number": 0, "name": "raw", "stored_tile_bytes": sizes}]
+    return {"chunk_tokens": 6, "specs": EXTENT_SPECS, "encodings": encodings, "chunks": chunks}, data
 
 
 def index_json() -> dict[str, Any]:
@@ -562,7 +571,8 @@ def index_json() -> dict[str, Any]:
     chunk = make_fields(3, sha(b"a chunk"), payload, 6, row_bytes=11, **top, **rest)
     space = make_fields(1, sha(b"a space"), b"{}", 256, id=3, created_ns=4)
     records = []
-    for fields, data in ((chunk, payload), (space, b"{}")):
+    strange = chunk | {"encoding": UNDEFINED_ENCODING, "length": 100}
+    for fields, data in ((chunk, payload), (space, b"{}"), (strange, payload)):
         fixed = pack_fixed(fields)
         words = {name: f"{state_word(fixed, state):016x}" for state, name in enumerate(STATE_NAMES) if state}
         shown = {"fields": fields | {"key": fields["key"].hex()}, "payload": data.hex(), "fixed": fixed.hex()}
@@ -585,6 +595,44 @@ def index_json() -> dict[str, Any]:
 
 
 STATE_NAMES = ("free", "pending", "complete", "evicting", "limbo")
+UNDEFINED_ENCODING = 200
+
+
+# ---- 14: manifests ----------------------------------------------------------------------------------------------
+MANIFEST_FIELDS = {
+    "magic": 8, "key": 32, "parent": 32, "root": 32, "generation": 8, "num_layers": 4, "num_heads": 4, "row_bytes": 4,
+    "num_tokens": 4, "number": 4, "chunk_tokens": 4, "layers_per_piece": 4, "created_ns": 8, "encoding": 4,
+    "tile_bytes": 8,
+}  # fmt: skip
+
+
+def manifest(fields: dict[str, Any], sums: list[int], version: int = 2) -> bytes:
+    body = b""
+    for name, size in MANIFEST_FIELDS.items():
+        value = b"HWMANIF%d" % version if name == "magic" else fields[name]
+        if version > 1 or name not in ("encoding", "tile_bytes"):
+            body += value if isinstance(value, bytes) else value.to_bytes(size, "little")
+    body += b"".join(map(u64, sums))
+    return body + u64(xxh64(body))
+
+
+def manifest_json() -> dict[str, Any]:
+    spec, offsets, at = EXTENT_SPECS["gqa"], {}, 0
+    for name, size in MANIFEST_FIELDS.items():
+        offsets[name], at = [at, size], at + size
+    keys = {"key": sha(b"a chunk"), "parent": sha(b"its parent"), "root": sha(b"its root"), "generation": b"\1" * 8}
+    shape = {"num_layers": 2, "num_heads": 2, "row_bytes": tile_row_bytes(spec), "num_tokens": 6, "number": 1}
+    rest = {"chunk_tokens": 6, "layers_per_piece": 1, "created_ns": 1 << 60}
+    raw = keys | shape | rest | {"encoding": 0, "tile_bytes": stored_tile_bytes(spec, 6, 0)}
+    strange = raw | {"encoding": UNDEFINED_ENCODING, "tile_bytes": 42}
+    sums = checksums(spec, 1, 1, 6, 6)
+    cases = []
+    for name, fields, version in (("raw", raw, 2), ("first version", raw, 1), ("undefined encoding", strange, 2)):
+        shown = {k: v.hex() if isinstance(v, bytes) else v for k, v in fields.items()}
+        cases.append({"name": name, "fields": shown, "hex": manifest(fields, sums, version).hex()})
+    newer = manifest(raw, sums, version=3)
+    numbers = [f"{value:016x}" for value in sums]
+    return {"field_offsets": offsets, "spec": "gqa", "checksums": numbers, "manifests": cases, "newer_hex": newer.hex()}
 
 
 def pretty(data: dict[str, Any]) -> bytes:
@@ -601,6 +649,7 @@ def build() -> dict[str, bytes]:
     """Every vector file, by name."""
     described, data = extent_files()
     tables = {"keys": keys_json(), "shards": shards_json(), "extent": described, "index": index_json()}
+    tables["manifest"] = manifest_json()
     return {f"{name}.json": pretty(table) for name, table in tables.items()} | {"extent.bin": data}
 
 

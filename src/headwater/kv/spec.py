@@ -105,11 +105,11 @@ class KVSpec:
         return self.num_tiles * self.row_bytes
 
     def tile_bytes(self, num_tokens: int) -> int:
-        """Bytes of one tile of `num_tokens` tokens."""
+        """Bytes of one tile of `num_tokens` tokens, unencoded; `encoding` says how many are stored."""
         return num_tokens * self.row_bytes
 
     def extent_bytes(self, num_tokens: int) -> int:
-        """Bytes of a whole chunk of `num_tokens` tokens."""
+        """Bytes of a whole chunk of `num_tokens` tokens, unencoded."""
         return num_tokens * self.token_bytes
 
     def canonical(self) -> dict[str, Any]:

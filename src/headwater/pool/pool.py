@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from headwater.errors import CapacityError
+from headwater.kv.encoding import stored_extent_bytes
 from headwater.kv.hashing import DEFAULT_CHUNK_TOKENS, check_chunk_tokens
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
@@ -52,7 +53,7 @@ class Pool:
         Raises CapacityError where the store is too small for one chunk, and SpecMismatchError where it holds KV of
         the same weights under another spec.
         """
-        extent, most = spec.extent_bytes(check_chunk_tokens(chunk_tokens)), self._store.max_extent_bytes
+        extent, most = stored_extent_bytes(spec, check_chunk_tokens(chunk_tokens)), self._store.max_extent_bytes
         if extent > most:
             raise CapacityError(
                 f"one chunk of {chunk_tokens} tokens takes {format_size(extent)}, and this store can hold chunks of at "

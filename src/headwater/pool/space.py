@@ -379,7 +379,8 @@ class Space:
         return self._store.abandon([chunk.key for chunk in chunks]) if chunks else 0
 
     def lend(self, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
-        """Where consecutive chunks of one chain are stored, under one lease (mapped stores only).
+        """Where consecutive chunks of one chain are stored, under one lease (mapped stores only). Chunks that are not
+        complete yet are among them if all tiles of this shard are in.
 
         They are NOT verified: whoever copies them (to a device, say) must compare the copy's checksums with `sums`
         before it is used, and give what failed to `read`, which judges and counts the damage.

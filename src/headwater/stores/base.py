@@ -237,7 +237,8 @@ class Loan(NamedTuple):
     lease: Lease | None
     """To be released when the last copy has ended; None where nothing was found."""
     places: list[Place | None]
-    """By chunk: where its whole extent lies, not to be written to; None where there is nothing to see."""
+    """By chunk: where its whole extent lies, not to be written to; None where there is nothing to see. Of a pending
+    chunk only the tiles that were asked for mean anything."""
     sums: npt.NDArray[np.uint64]
     """(chunks, layers, heads): what each tile's XXH3-64 must be."""
 
@@ -339,7 +340,8 @@ class Store(Protocol):
         """`Reservation.noted` of many. All must be reservations of this store."""
 
     def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
-        """Where consecutive chunks lie, unverified, under one lease, with their checksums (mapped stores only)."""
+        """Where consecutive chunks lie, unverified, under one lease, with their checksums (mapped stores only): those
+        that are complete, and those pending, of any server, that have the checksums of all tiles of this shard."""
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[Lease, Tiles] | Status:
         """A verified, read-only view of the stored bytes, valid until the lease is released (mapped stores only)."""

@@ -205,7 +205,7 @@ class Admin:
         loaded = self._reader.load(spec, ref)
         if loaded is None or loaded.entry.record.id != record.id:
             return Status.MISS
-        size, parts = spec.tile_bytes(record.num_tokens), record.parts
+        size, parts = record.tile_bytes, record.parts
         split, scratch = Split(parts, record.interleave), np.empty(size, np.uint8)
         for tile in range(spec.num_tiles):
             deadline = time.monotonic() + _ADMIN_DEADLINE_S

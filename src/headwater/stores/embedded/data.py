@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.locks import ForkSafeLock
+from headwater.stores.base import Place
 from headwater.stores.embedded.layout import Geometry
 from headwater.stores.workers import Workers
 
@@ -104,6 +105,19 @@ class MappedData:
         """All bytes of one segment. Raises OSError where it has no storage."""
         array = self.segments[number]
         return array if array.size else self._attach(number)
+
+    def place(self, offset: int) -> Place:
+        """Where a byte is. Raises OSError where its segment has no storage."""
+        number, start = divmod(offset, self.segment_bytes)
+        return Place(self.segments[number] if self.segments[number].size else self._attach(number), start)
+
+    def holds(self, offset: int, length: int) -> bool:
+        """Whether `view` would give a range; its segment is attached then."""
+        number, start = divmod(offset, self.segment_bytes)
+        try:
+            return start + length <= (self.segments[number].size or self._attach(number).size)
+        except (OSError, IndexError):
+            return False
 
     def view(self, offset: int, length: int) -> Bytes:
         segment, start = divmod(offset, self._geometry.segment_bytes)

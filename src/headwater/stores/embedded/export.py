@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import SpecError
+from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import whole_shard
@@ -34,6 +35,8 @@ class Exported(NamedTuple):
     lease: Lease | None
     is_held: bool = False
     """Whether anybody has a lease on this very chunk, or it is pinned."""
+    encoding: int = RAW
+    """Of the tiles."""
 
     def release(self) -> None:
         """The copy has ended. Idempotent."""
@@ -111,9 +114,9 @@ class Exporter:
             if lease is not None:
                 lease.release()
             return None
-        if found.addressable and in_place:
-            tiles = extent_tiles(self._core, spec, found.entry)
-            return Exported(root, chunk, tiles, np.array(found.sums, np.uint64), lease, is_held)
+        if found.exportable and in_place:
+            tiles, encoding = extent_tiles(self._core, spec, found.entry), found.entry.record.encoding
+            return Exported(root, chunk, tiles, np.array(found.sums, np.uint64), lease, is_held, encoding)
         tiles = np.empty(shard.local_shape(spec, chunk.first_token, chunk.num_tokens), np.uint8)
         try:
             status = self._reader.read(root, [Piece(chunk, shard, tiles)], deadline)[0]

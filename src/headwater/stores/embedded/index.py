@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from headwater.kv.encoding import ENCODINGS, RAW
 from headwater.kv.format import checksum
 from headwater.kv.spec import KVSpec
 from headwater.stores.embedded.layout import (
@@ -22,6 +23,7 @@ from headwater.stores.embedded.layout import (
     CELL,
     CHILDREN,
     COMPLETE,
+    ENCODING_AT,
     FIXED_OFFSET,
     FREE,
     HEAD_BYTES,
@@ -158,7 +160,8 @@ class Index:
         return cell * WORDS_PER_CELL
 
     def run(self, keys: list[bytes], parent_id: int) -> tuple[int, Entry | None]:
-        """Length and last entry of the longest run of `keys` that are complete, each the child of the one before.
+        """Length and last entry of the longest run of `keys` that are complete, each the child of the one before, in
+        encodings that are known.
 
         A scheduler waits for this, so the usual case, a record in its first slot, is written out: under 1 µs a key.
         """
@@ -170,9 +173,9 @@ class Index:
             start = heap + found * CELL
             raw = mapping[start : start + HEAD_BYTES]
             fixed = raw[FIXED_OFFSET:]
-            if fixed[:32] != key or home(raw)[0] != hashed(fixed) & ~7 | COMPLETE:
+            if fixed[:32] != key or home(raw)[0] != hashed(fixed) & ~7 | COMPLETE or fixed[ENCODING_AT] != RAW:
                 entry = self.find(key)
-                if entry is None or entry.state != COMPLETE:
+                if entry is None or entry.state != COMPLETE or entry.record.encoding not in ENCODINGS:
                     break
                 found, fixed = entry.cell, entry.record.pack()
             own_id, above = ids(fixed, 32)
@@ -197,6 +200,11 @@ class Index:
         start = self._heap + entry.cell * CELL + HEAD_BYTES
         raw = self._map[start : start + record.payload_bytes]
         return raw if checksum(raw) == record.payload_sum else None
+
+    def pending_sums(self, entry: Entry) -> bytes:
+        """The checksums of a pending record as they are now; those that are `noted` are final."""
+        start = self._heap + entry.cell * CELL + HEAD_BYTES
+        return self._map[start : start + 8 * entry.record.num_sums]
 
     def touch(self, cell: int, now_ns: int) -> None:
         """Note a use. Needs no lock: a late touch of a cell that was reused only misdates the newcomer."""

@@ -193,7 +193,7 @@ SPACE, ROOT, CHUNK = 1, 2, 3
 _FIXED = struct.Struct("<32sQQQQQQQIIIIIIHBBIII")
 # The same as sixteen 64-bit words, for scans over many records at once.
 ID_WORD, CREATED_WORD, TOKENS_WORD, KIND_WORD = 4, 9, 11, 14
-PAYLOAD_SUM_AT = 8 * 10
+PAYLOAD_SUM_AT, ENCODING_AT = 8 * 10, 115
 # Offsets inside the mutable cell. The word at 0 is (checksum of the fixed part, low bits replaced by the state).
 CHILDREN, PINNED, TAILS, REMAINING, MAGIC_AT = 8, 12, 16, 32, 56
 NUM_TAILS = 8
@@ -207,6 +207,7 @@ class Record(NamedTuple):
     parent_id: int
     offset: int
     length: int
+    """Of the extent as it is stored: every tile has an equal share."""
     group: int
     created_ns: int
     payload_sum: int
@@ -218,7 +219,8 @@ class Record(NamedTuple):
     payload_bytes: int
     parts: int
     kind: int
-    flags: int
+    encoding: int
+    """Of its tiles: see `kv.encoding`. 0, raw, for records that were written before encodings had names."""
     chunk_tokens: int
     row_bytes: int
     reserved: int
@@ -237,6 +239,11 @@ class Record(NamedTuple):
     def first_token(self) -> int:
         """Position of the chunk's first token in its prompt."""
         return self.number * self.chunk_tokens
+
+    @property
+    def tile_bytes(self) -> int:
+        """Stored bytes of one tile of a chunk."""
+        return self.length * self.parts // self.num_sums
 
     def pack(self) -> bytes:
         """The fixed 128 bytes."""

@@ -16,16 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import BufferMismatchError, DeadlineError, HeadwaterError, StoreDamagedError
+from headwater.kv.encoding import ENCODINGS, RAW, refuse, stored_tile_bytes
 from headwater.kv.format import checksum, gather_part, part_checksums, part_rows
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
-from headwater.stores.base import Loan, Piece, Place, RootRef, Run, Status, Tiles
+from headwater.stores.base import Piece, RootRef, Run, Status, Tiles
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import MappedData
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.known import KnownTiles
-from headwater.stores.embedded.layout import CHUNK, COMPLETE, Word
+from headwater.stores.embedded.layout import CHUNK, COMPLETE, WORDS_PER_CELL, Record, Word
 from headwater.stores.embedded.members import Members
 
 
@@ -40,7 +41,9 @@ class Loaded(NamedTuple):
     offset: int
     tile_bytes: int
     addressable: bool
-    """Whether its tiles are mapped and in one part, so that they can be copied as they are."""
+    """Whether its tiles are mapped, raw and in one part, so that a reader can copy them as they are."""
+    exportable: bool
+    """Whether they are mapped and in one part, so that another store can take them as they are."""
 
     def still(self, state_words: memoryview, spec: KVSpec, num_tokens: int) -> bool:
         """Whether the record is still there (see `known`), and is what is asked for."""
@@ -103,6 +106,7 @@ class Reader:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._index = core.index
+        self._mapped = core.data if isinstance(core.data, MappedData) else None
         self._loaded: dict[bytes, Loaded] = {}
         self._known: dict[KVSpec, KnownTiles] = {}
 
@@ -121,6 +125,8 @@ class Reader:
         if start is None:
             return Run(0, ())
         length, last = self._index.run(keys, start.record.id)
+        if length < len(keys):
+            self._knows(self._index.find(keys[length]))
         return Run(length, tuple(tokens for tokens in (last or start).tails if tokens))
 
     def visible(self, root: RootRef, chunk: ChunkRef) -> bool:
@@ -128,7 +134,14 @@ class Reader:
         entry, parent = self._index.find(chunk.key), self._index.find(chunk.parent)
         if entry is None or parent is None or entry.state != COMPLETE or parent.state != COMPLETE:
             return False
-        return entry.record.parent_id == parent.record.id
+        return entry.record.parent_id == parent.record.id and self._knows(entry)
+
+    def _knows(self, entry: Entry | None) -> bool:
+        """Whether a record's tiles are in a known encoding; the log says so where they are not."""
+        known = entry is None or entry.record.encoding in ENCODINGS
+        if entry is not None and not known:
+            refuse(entry.record.encoding, self._core.name)
+        return known
 
     def lease(self, root: RootRef, key: bytes) -> ChunkLease | None:
         """Publish, then look again: an evictor marks, then looks at what is published."""
@@ -224,7 +237,7 @@ class Reader:
 
     def load(self, spec: KVSpec, chunk: ChunkRef) -> Loaded | None:
         """The record of a complete chunk with its checksums; None where there is none that fits what is asked."""
-        found = self._load(spec, chunk)
+        found = self.peek(spec, chunk)
         if found is not None:
             if len(self._loaded) >= _KNOWN_CHUNKS:
                 self._loaded.clear()
@@ -242,14 +255,14 @@ class Reader:
         known = self._known_of(found.spec)
         known.remember(record.key, found.word_at, found.word, found.offset, record.num_tokens, found.sums)
 
-    def _load(self, spec: KVSpec, chunk: ChunkRef, entry: Entry | None = None) -> Loaded | None:
+    def peek(self, spec: KVSpec, chunk: ChunkRef, entry: Entry | None = None) -> Loaded | None:
+        """`load` without remembering it, of a record that was found before."""
         entry = entry or self._index.find(chunk.key)
         if entry is None or entry.state != COMPLETE:
             return None
         record = entry.record
-        shape = (record.kind, record.num_tokens, record.length, record.num_sums, record.first_token, record.row_bytes)
-        tiles, length = spec.num_tiles * record.parts, spec.extent_bytes(chunk.num_tokens)
-        if shape != (CHUNK, chunk.num_tokens, length, tiles, chunk.first_token, spec.row_bytes):
+        size = self.fitting_tile_bytes(spec, chunk, record)
+        if not size:
             return None
         payload = self._index.payload(entry)
         if payload is None:
@@ -258,20 +271,31 @@ class Reader:
             if again is not None and again.record.id == record.id and again.state == COMPLETE:
                 self._index.words[Word.SUSPECT] = 1
             return None
-        try:
-            addressable = record.parts == 1 and self._core.data.mapped
-            if addressable:
-                self._core.data.view(record.offset, record.length)  # attaches the segment
-        except (OSError, IndexError):
-            addressable = False  # it is gone; the slow way says what that means
-        sums = memoryview(payload)[: 8 * tiles].cast("Q")
-        at, size = self._index.word_at(entry.cell), record.length // spec.num_tiles
-        return Loaded(entry, sums, spec, entry.word, at, record.offset, size, addressable)
+        # Where its segment is gone, the slow way says what that means.
+        mapped, offset, length = self._mapped, record.offset, record.length
+        exportable = mapped is not None and record.parts == 1 and mapped.holds(offset, length)
+        sums = memoryview(payload)[: 8 * record.num_sums].cast("Q")
+        at, addressable = entry.cell * WORDS_PER_CELL, exportable and record.encoding == RAW
+        return Loaded(entry, sums, spec, entry.word, at, offset, size, addressable, exportable)
+
+    def fitting_tile_bytes(self, spec: KVSpec, chunk: ChunkRef, record: Record) -> int:
+        """Stored bytes of a tile, where a record is what is asked for, in an encoding that is known; 0 elsewhere."""
+        size = stored_tile_bytes(spec, chunk.num_tokens, record.encoding)
+        if not size:
+            refuse(record.encoding, self._core.name)
+        tiles = spec.num_tiles
+        shape = (record.kind, record.num_tokens, record.length, record.num_sums, record.first_token, record.row_bytes)
+        asked = (CHUNK, chunk.num_tokens, tiles * size, tiles * record.parts, chunk.first_token, spec.row_bytes)
+        return size if shape == asked else 0
 
     def _read_slowly(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
         if time.monotonic() >= deadline:
             return Status.TIMEOUT
-        whole = found.entry.record.parts == 1 and shard.split.parts == 1
+        record = found.entry.record
+        if record.encoding != RAW:
+            refuse(record.encoding, self._core.name)
+            return Status.MISS
+        whole = record.parts == 1 and shard.split.parts == 1
         try:
             return (self._copy_file if whole else self._copy_parts)(spec, found, shard, tiles, deadline)
         except (OSError, IndexError):
@@ -279,7 +303,7 @@ class Reader:
 
     def _copy_file(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
         """One `preadv` per layer (a shard's heads lie together), verified after it."""
-        record, size = found.entry.record, tiles.shape[2]
+        record, size = found.entry.record, found.tile_bytes
         for i, layer in enumerate(shard.layers):
             number = layer * spec.num_kv_heads + shard.heads.start
             targets = [tiles[i, j] for j in range(len(shard.heads))]
@@ -294,7 +318,7 @@ class Reader:
         """Tiles that context-parallel ranks wrote or read: verified whole in scratch memory, then the rows wanted."""
         record = found.entry.record
         tokens, first, parts = record.num_tokens, record.first_token, record.parts
-        split, size = Split(parts, record.interleave), spec.tile_bytes(tokens)
+        split, size = Split(parts, record.interleave), found.tile_bytes
         rows = part_rows(shard.split, shard.part, first, tokens)
         scratch = np.empty(size, np.uint8)
         for i, layer in enumerate(shard.layers):
@@ -333,41 +357,13 @@ class Reader:
         self._loaded.clear()
         self._known.clear()
 
-    def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
-        """See `stores.base.Store.lend`. Some microseconds a chunk."""
-        spec, data = root.space.spec, self._core.data
-        if not isinstance(data, MappedData) or shard.split.parts != 1:
-            raise HeadwaterError("only whole tiles of a mapped store can be lent; use read")
-        # Only leaves are evicted, so the deepest chunk that is there keeps all before it.
-        lease = next(filter(None, (self.lease(root, chunk.key) for chunk in reversed(chunks))), None)
-        entries = self._core.columns.find([chunk.key for chunk in chunks]).entries() if lease is not None else []
-        places: list[Place | None] = []
-        cells, payloads, blank = list[int](), list[bytes | memoryview](), bytes(8 * spec.num_tiles)
-        for chunk, entry in zip(chunks, entries, strict=False):
-            found = self._load(spec, chunk, entry)
-            if found is None or not found.addressable:
-                places.append(None)
-                payloads.append(blank)
-                continue
-            segment, start = divmod(found.offset, data.segment_bytes)
-            places.append(Place(data.segments[segment], start))  # attached, and long enough: `_load` has looked
-            payloads.append(found.sums)
-            cells.append(found.entry.cell)
-        if lease is None:
-            places, payloads = [None] * len(chunks), [blank] * len(chunks)
-        self._index.touch_all(np.array(cells, np.int64), time.time_ns())
-        layers, heads = shard.layers, shard.heads
-        sums = np.frombuffer(b"".join(payloads), np.uint64).reshape(-1, spec.num_layers, spec.num_kv_heads)
-        part = sums[:, layers.start : layers.stop : layers.step, heads.start : heads.stop]
-        return Loan(lease, places, part)
-
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[ChunkLease, Tiles] | Status:
         """See `stores.base.Store.borrow`."""
         if not self._core.data.mapped or shard.split.parts != 1:
             raise HeadwaterError("only whole tiles of a mapped store can be borrowed; use read")
         lease = self.lease(root, chunk.key)
         found = self.load(root.space.spec, chunk) if lease is not None else None
-        if lease is None or found is None:
+        if lease is None or found is None or found.entry.record.encoding != RAW:
             if lease is not None:
                 lease.release()
             return Status.MISS
@@ -434,4 +430,4 @@ def extent_tiles(core: Core, spec: KVSpec, entry: Entry) -> Tiles:
     """The stored bytes of a chunk of a mapped store, as (layers, heads, tile bytes)."""
     record = entry.record
     flat = core.data.view(record.offset, record.length)
-    return flat.reshape(spec.num_layers, spec.num_kv_heads, spec.tile_bytes(record.num_tokens))
+    return flat.reshape(spec.num_layers, spec.num_kv_heads, record.tile_bytes)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from headwater.errors import DeadlineError, SpecMismatchError, StoreDamagedError
+from headwater.kv.encoding import RAW, stored_extent_bytes
 from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
@@ -40,6 +41,8 @@ class Reserver:
     def __init__(self, core: Core) -> None:
         self.core = core
         self._index = core.index
+        self._encoding = RAW
+        """How the tiles of new chunks are stored."""
 
     def reserve(
         self,
@@ -94,7 +97,7 @@ class Reserver:
             record = entry.record
             if record.parent_id != parent.record.id or record.group != members.group:
                 break
-            if (record.parts, record.interleave) != (split.parts, split.interleave) or self.core.janitor.expired(entry):
+            if not self._is_alike(record, split) or self.core.janitor.expired(entry):
                 break
             joined.append(entry)
             parent = entry
@@ -147,7 +150,7 @@ class Reserver:
             payload_bytes=len(payload),
             parts=0,
             kind=kind,
-            flags=0,
+            encoding=RAW,
             chunk_tokens=chunk_tokens,
             row_bytes=0,
             reserved=0,
@@ -204,14 +207,19 @@ class Reserver:
             return Status.EXISTS
         if self.core.janitor.expired(entry):
             return None
-        if record.group != members.group or (record.parts, record.interleave) != (split.parts, split.interleave):
+        if record.group != members.group or not self._is_alike(record, split):
             return Status.BUSY
         return entry if members.publish(record.id) else Status.FULL
+
+    def _is_alike(self, record: Record, split: Split) -> bool:
+        """Whether a pending record is to be filled as this process would fill it."""
+        mine = (split.parts, split.interleave, self._encoding)
+        return (record.parts, record.interleave, record.encoding) == mine
 
     def _reserve_new(self, root: RootRef, chunk: ChunkRef, split: Split, parent: Entry) -> Outcome | None:
         janitor, members, words = self.core.janitor, self.core.members, self._index.words
         spec = root.space.spec
-        length = spec.extent_bytes(chunk.num_tokens)
+        length = stored_extent_bytes(spec, chunk.num_tokens, self._encoding)
         pending_limit = self.core.geometry.data_bytes // PENDING_SHARE
         if words[Word.PENDING] + length > pending_limit:
             janitor.sweep()
@@ -239,7 +247,7 @@ class Reserver:
             payload_bytes=len(payload),
             parts=split.parts,
             kind=CHUNK,
-            flags=0,
+            encoding=self._encoding,
             chunk_tokens=root.space.chunk_tokens,
             row_bytes=spec.row_bytes,
             reserved=0,

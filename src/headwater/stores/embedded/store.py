@@ -40,7 +40,8 @@ from headwater.stores.embedded.data import MappedData
 from headwater.stores.embedded.export import Exported, Exporter
 from headwater.stores.embedded.janitor import PENDING_SHARE
 from headwater.stores.embedded.journal import Journal
-from headwater.stores.embedded.layout import Word
+from headwater.stores.embedded.layout import COMPLETE, Word
+from headwater.stores.embedded.lender import Lender
 from headwater.stores.embedded.reader import ChunkLease, Reader
 from headwater.stores.embedded.ticket import Ticket, close_all
 from headwater.stores.embedded.writer import Writer
@@ -60,6 +61,7 @@ class EmbeddedStore:
         self._deadline_s = deadline_s
         self._release: Callable[[], None] | None = release
         self._reader = Reader(core)
+        self._lender = Lender(core, self._reader)
         self._writer = Writer(core)
         self._admin = Admin(core, self._reader)
         self._exporter = Exporter(core, self._reader)
@@ -98,7 +100,7 @@ class EmbeddedStore:
     def touch(self, key: bytes) -> None:
         with self._open() as core:
             entry = core.index.find(key)
-            if entry is not None:
+            if entry is not None and entry.state == COMPLETE:  # a pending one's age says when its writers last came
                 core.index.touch(entry.cell, time.time_ns())
 
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
@@ -164,7 +166,7 @@ class EmbeddedStore:
 
     def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
         with self._open():
-            return self._reader.lend(root, chunks, shard)
+            return self._lender.lend(root, chunks, shard)
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[ChunkLease, Tiles] | Status:
         with self._open():

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import DeadlineError, HeadwaterError, InvalidArgumentError, StoreDamagedError
+from headwater.kv.encoding import stored_extent_bytes
 from headwater.kv.format import checksum, part_rows, scatter_part
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
@@ -63,7 +64,7 @@ class Writer:
             while end < len(pieces):
                 chunk = pieces[end].chunk
                 if chunk.key not in keys:
-                    size += spec.extent_bytes(chunk.num_tokens)
+                    size += stored_extent_bytes(spec, chunk.num_tokens)
                     keys.add(chunk.key)
                 if end > start and (size > limit or len(keys) > _BATCH_CHUNKS):
                     break
@@ -134,7 +135,7 @@ class Writer:
     def _fill(self, spec: KVSpec, entry: Entry, shard: Shard, tiles: Tiles, deadline: float) -> list[int] | None:
         """Copy a piece into its extent; its checksums in [layer][head] order, or None where that failed."""
         record, data, split, layers, heads = entry.record, self.core.data, shard.split, shard.layers, shard.heads
-        size, sums, runs = spec.tile_bytes(record.num_tokens), list[int](), list[Sources]()
+        size, sums, runs = record.tile_bytes, list[int](), list[Sources]()
         try:
             if data.mapped and split.parts == 1:
                 return fill_mapped(extent_tiles(self.core, spec, entry), layers, heads, tiles)
@@ -192,8 +193,7 @@ class Writer:
             if ticket.entry is None or not ticket.is_open or ticket.pid != pid:
                 places.append(None)
             else:
-                segment, start = divmod(ticket.entry.record.offset, data.segment_bytes)
-                places.append(Place(data.segment(segment), start))
+                places.append(data.place(ticket.entry.record.offset))
         return places
 
     def noted(self, reservations: Sequence[Reservation], layers: range, heads: range, part: int) -> list[int]:

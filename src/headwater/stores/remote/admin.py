@@ -13,7 +13,7 @@ from headwater.stores.base import ChunkInfo, Progress, VerifyReport
 from headwater.stores.events import EventKind
 from headwater.stores.remote.announce import Announcer, Told
 from headwater.stores.remote.base import ObjectClient
-from headwater.stores.remote.manifest import MAX_MANIFEST_BYTES, Manifest, Names
+from headwater.stores.remote.manifest import MAX_MANIFEST_BYTES, Manifest, Names, is_of_other_version
 from headwater.stores.remote.plan import tile_sums
 
 Description = tuple[dict[str, Any], dict[str, Any]]
@@ -107,12 +107,12 @@ class RemoteAdmin:
         return VerifyReport(chunks, tiles, num_bytes, damaged, 0, ())
 
     def _manifests(self, deadline: float) -> Iterator[list[tuple[str, Manifest | None]]]:
-        """All that are listed, in batches; None for noise under such a name."""
+        """All that are listed, in batches; None for noise under such a name. Without those of other versions."""
         for batch in _batches(self._client.scan(f"{self._names.prefix}:m:", deadline)):
             found = list[tuple[str, Manifest | None]]()
             for name, raw in zip(batch, self._client.fetch(batch, MAX_MANIFEST_BYTES, deadline), strict=True):
                 key = self._names.key_of(name)
-                if raw is not None:
+                if raw is not None and not (key is not None and is_of_other_version(key, raw)):
                     found.append((name, Manifest.decode(key, raw) if key is not None else None))
             yield found
 

@@ -22,7 +22,7 @@ class Guard:
     """Through this goes every operation on one backend. Thread-safe."""
 
     def __init__(self, name: str, breaker: CircuitBreaker) -> None:
-        self._name = name
+        self.name = name
         self.breaker = breaker
         self._lock = ForkSafeLock()
         self._counts: Counter[str] = Counter()
@@ -31,7 +31,7 @@ class Guard:
     def run(self, verb: str, work: Callable[[], T], deadline: float, *, retry: bool = True) -> T | None:
         """Do it, a second time if the first failed early and it may be repeated. None: it could not be done."""
         if self._closed:
-            raise StoreClosedError(f"{self._name} was closed")
+            raise StoreClosedError(f"{self.name} was closed")
         for attempt in range(_ATTEMPTS if retry else 1):
             if not self.breaker.closed:
                 self.count(skipped=1)
@@ -45,7 +45,7 @@ class Guard:
             except (StoreError, OSError) as error:
                 self.breaker.failed(f"{verb}: {error}")
                 self.count(failed=1)
-                log.debug("%s: %s failed (attempt %d): %s", self._name, verb, attempt + 1, error)
+                log.debug("%s: %s failed (attempt %d): %s", self.name, verb, attempt + 1, error)
                 if time.monotonic() >= deadline:
                     return None
                 continue

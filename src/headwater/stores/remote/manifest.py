@@ -7,7 +7,8 @@
 
 Two servers may write one chunk at the same time, and their results may differ in the last bit: each writes pieces of
 its own generation, and the manifest that is published first says which are the chunk's. A manifest is bound to its
-key, checked by its own checksum, and parsed with bounds.
+key, checked by its own checksum, and parsed with bounds. It names the encoding and the stored length of its tiles;
+version 1 did not, and its tiles are raw. docs/format.md has the layout.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from headwater.kv.encoding import RAW, stored_tile_bytes
 from headwater.kv.format import checksum
 from headwater.kv.hashing import KEY_BYTES, ChunkRef
 from headwater.kv.spec import KVSpec
 
-MAGIC = b"HWMANIF1"
-_FIXED = struct.Struct("<8s32s32s32s8sIIIIIIIQ")
+MAGIC, _FIRST_MAGIC, _ANY_MAGIC = b"HWMANIF2", b"HWMANIF1", b"HWMANIF"
+_FIXED = struct.Struct("<8s32s32s32s8sIIIIIIIQIQ")
+_FIRST_FIXED = struct.Struct("<8s32s32s32s8sIIIIIIIQ")
 _SUM = struct.Struct("<Q")
+_KEY_FIELD = slice(8, 40)
 _MAX_TILES = 1 << 20
 
 MAX_MANIFEST_BYTES = _FIXED.size + 8 * _MAX_TILES + _SUM.size
 GENERATION_BYTES = 8
-ROOT_FIELD = slice(72, 104)
-"""Where the root's key lies in a manifest."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,11 @@ class Manifest:
     chunk_tokens: int
     layers_per_piece: int
     created_ns: int
+    encoding: int
+    tile_bytes: int
+    """Stored bytes of one tile."""
     sums: npt.NDArray[np.uint64]
-    """In [layer][head] order."""
+    """Of the stored tiles, in [layer][head] order."""
 
     @classmethod
     def of(
@@ -63,6 +68,7 @@ class Manifest:
         generation: bytes,
         created_ns: int,
         sums: npt.NDArray[np.uint64],
+        encoding: int = RAW,
     ) -> Manifest:
         """The manifest of a chunk that is about to be written."""
         return cls(
@@ -78,13 +84,10 @@ class Manifest:
             chunk_tokens=chunk_tokens,
             layers_per_piece=layers_per_piece,
             created_ns=created_ns,
+            encoding=encoding,
+            tile_bytes=stored_tile_bytes(spec, chunk.num_tokens, encoding),
             sums=sums,
         )
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of one tile."""
-        return self.row_bytes * self.num_tokens
 
     @property
     def num_bytes(self) -> int:
@@ -98,9 +101,11 @@ class Manifest:
         return tuple(range(at, min(at + step, self.num_layers)) for at in range(0, self.num_layers, step))
 
     def fits(self, chunk: ChunkRef, spec: KVSpec) -> bool:
-        """Whether it describes what a reader asks for."""
+        """Whether it describes what a reader asks for, in an encoding that is known."""
         mine = (self.num_layers, self.num_heads, self.row_bytes, self.num_tokens, self.number)
-        return mine == (spec.num_layers, spec.num_kv_heads, spec.row_bytes, chunk.num_tokens, chunk.number)
+        if mine != (spec.num_layers, spec.num_kv_heads, spec.row_bytes, chunk.num_tokens, chunk.number):
+            return False
+        return self.tile_bytes == stored_tile_bytes(spec, chunk.num_tokens, self.encoding)
 
     def encode(self) -> bytes:
         """As it is stored."""
@@ -118,26 +123,42 @@ class Manifest:
             self.chunk_tokens,
             self.layers_per_piece,
             self.created_ns,
+            self.encoding,
+            self.tile_bytes,
         )
         body = fixed + self.sums.astype("<u8", copy=False).tobytes()
         return body + _SUM.pack(checksum(body))
 
     @classmethod
     def decode(cls, key: bytes, raw: bytes) -> Manifest | None:
-        """Read what `encode` wrote under that key; None for anything else."""
-        if not _FIXED.size + _SUM.size <= len(raw) <= MAX_MANIFEST_BYTES:
+        """Read what `encode` wrote under that key, in this version or the first; None for anything else."""
+        if not _is_sealed(key, raw):
             return None
+        layout = {MAGIC: _FIXED, _FIRST_MAGIC: _FIRST_FIXED}.get(raw[:8])
         body = memoryview(raw)[: -_SUM.size]
-        if _SUM.unpack(raw[-_SUM.size :])[0] != checksum(body):
+        if layout is None or len(body) < layout.size or (len(body) - layout.size) % 8:
             return None
-        magic, own, parent, root, generation, *numbers = _FIXED.unpack_from(raw)
-        layers, heads, row_bytes, num_tokens, number, chunk_tokens, layers_per_piece, created_ns = numbers
-        sums = np.frombuffer(body[_FIXED.size :], "<u8") if len(body) % 8 == _FIXED.size % 8 else np.empty(0, "<u8")
-        right = magic == MAGIC and own == key and 0 < num_tokens <= chunk_tokens and len(sums) == layers * heads
-        if not right or not layers_per_piece or not 0 < len(sums) <= _MAX_TILES or not row_bytes:
+        _, _, parent, root, generation, *numbers = layout.unpack_from(raw)
+        layers, heads, row_bytes, num_tokens, number, chunk_tokens, layers_per_piece, created_ns, *stored = numbers
+        encoding, tile_bytes = stored or (RAW, row_bytes * num_tokens)
+        sums = np.frombuffer(body[layout.size :], "<u8")
+        is_right = 0 < num_tokens <= chunk_tokens and 0 < len(sums) == layers * heads <= _MAX_TILES
+        if not is_right or not layers_per_piece or not row_bytes or not tile_bytes:
             return None
         sizes = (layers, heads, row_bytes, num_tokens, number, chunk_tokens, layers_per_piece, created_ns)
-        return cls(key, parent, root, generation, *sizes, sums)
+        return cls(key, parent, root, generation, *sizes, encoding, tile_bytes, sums)
+
+
+def is_of_other_version(key: bytes, raw: bytes) -> bool:
+    """Whether this is a manifest under that key, whole, in a version that this Headwater does not know."""
+    return raw[:7] == _ANY_MAGIC and raw[:8] not in (MAGIC, _FIRST_MAGIC) and _is_sealed(key, raw)
+
+
+def _is_sealed(key: bytes, raw: bytes) -> bool:
+    """Whether the key and the checksum are where every version has them, and right."""
+    if not _FIRST_FIXED.size + _SUM.size <= len(raw) <= MAX_MANIFEST_BYTES or raw[_KEY_FIELD] != key:
+        return False
+    return bool(_SUM.unpack(raw[-_SUM.size :])[0] == checksum(memoryview(raw)[: -_SUM.size]))
 
 
 @dataclass(frozen=True)

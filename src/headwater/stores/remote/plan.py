@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headwater.kv.encoding import RAW, stored_tile_bytes
 from headwater.kv.format import checksum, gather_part, part_rows
 from headwater.kv.spec import KVSpec
 from headwater.stores.base import Piece, Tiles
@@ -82,9 +83,9 @@ class Plan:
                 gather_part(self._spec, whole[i, j], rows, chunk.num_tokens, piece.tiles[i, j])
 
 
-def layers_per_piece(spec: KVSpec, chunk_tokens: int, piece_bytes: int) -> int:
+def layers_per_piece(spec: KVSpec, chunk_tokens: int, piece_bytes: int, encoding: int = RAW) -> int:
     """How many layers go into one object: one, or as many as stay within `piece_bytes`."""
-    layer = spec.num_kv_heads * spec.tile_bytes(chunk_tokens)
+    layer = spec.num_kv_heads * stored_tile_bytes(spec, chunk_tokens, encoding)
     return max(1, min(spec.num_layers, piece_bytes // max(layer, 1)))
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from functools import partial
 
+from headwater.kv.encoding import RAW, refuse
 from headwater.kv.spec import KVSpec
 from headwater.stores.base import Piece, Run, Status
 from headwater.stores.events import EventKind
 from headwater.stores.remote.announce import Announcer, Told
 from headwater.stores.remote.base import ObjectClient
 from headwater.stores.remote.guard import Guard
-from headwater.stores.remote.manifest import MAX_MANIFEST_BYTES, Manifest, Names
+from headwater.stores.remote.manifest import MAX_MANIFEST_BYTES, Manifest, Names, is_of_other_version
 from headwater.stores.remote.memory import Memory
 from headwater.stores.remote.plan import Plan
+
+log = logging.getLogger("headwater")
 
 _ATTEMPTS = 2
 
@@ -37,6 +41,7 @@ class RemoteReader:
         self._guard = guard
         self._memory = memory
         self._lookup_s = lookup_s
+        self._met_other_version = False
 
     # ---- finding ------------------------------------------------------------------------------------------------
     def run(self, parent: bytes, keys: Sequence[bytes]) -> Run:
@@ -67,7 +72,8 @@ class RemoteReader:
         return None if found is None else found.present
 
     def manifests(self, keys: Sequence[bytes], known: set[bytes], deadline: float) -> dict[bytes, Manifest | None]:
-        """The manifests of these chunks; those of `known` from memory. Noise under such a name is removed."""
+        """The manifests of these chunks; those of `known` from memory. Noise under such a name is removed, and what
+        another version of Headwater wrote stays."""
         found = {key: self._memory.manifest(key) for key in known}
         missing = [key for key in keys if found.get(key) is None]
         if not missing:
@@ -77,10 +83,17 @@ class RemoteReader:
             found[key] = manifest = None if value is None else Manifest.decode(key, value)
             if manifest is not None:
                 self._memory.keep(manifest)
+            elif value is not None and is_of_other_version(key, value):
+                self._note_other_version()
             elif value is not None:
                 self._guard.count(damaged=1)
                 self._client.remove([self._names.manifest(key)], deadline)
         return found
+
+    def _note_other_version(self) -> None:
+        if not self._met_other_version:
+            self._met_other_version = True
+            log.warning("%s has manifests of another version of Headwater: those chunks are misses", self._guard.name)
 
     # ---- reading ------------------------------------------------------------------------------------------------
     def read(self, spec: KVSpec, pieces: Sequence[Piece], deadline: float) -> list[Status]:
@@ -123,7 +136,9 @@ class RemoteReader:
         plan, outcome = Plan(spec, self._names), dict[int, Status]()
         for i in wanted:
             manifest = manifests.get(pieces[i].chunk.key)
-            if manifest is not None and manifest.fits(pieces[i].chunk, spec):
+            if manifest is not None and manifest.encoding != RAW:
+                refuse(manifest.encoding, self._guard.name)
+            elif manifest is not None and manifest.fits(pieces[i].chunk, spec):
                 outcome[i] = Status.OK
                 plan.add(i, pieces[i], manifest)
         wrong: list[tuple[int, Status]] = []
@@ -152,7 +167,9 @@ class RemoteReader:
         gone: dict[bytes, Manifest] = {}
         for piece, status in zip(pieces, statuses, strict=True):
             manifest = self._memory.manifest(piece.chunk.key)
-            if status in (Status.MISS, Status.DAMAGED) and manifest is not None and piece.chunk.key not in gone:
+            if manifest is None or manifest.encoding != RAW:
+                continue  # not there, or not ours to judge
+            if status in (Status.MISS, Status.DAMAGED) and piece.chunk.key not in gone:
                 gone[piece.chunk.key] = manifest
                 self._guard.count(damaged=status == Status.DAMAGED, vanished=status == Status.MISS)
         if gone and self._guard.breaker.closed:

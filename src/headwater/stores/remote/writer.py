@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
 from headwater.stores.base import RootRef, Status, Tiles
 from headwater.stores.events import EventKind
@@ -32,6 +33,8 @@ class WholeChunk(NamedTuple):
     sums: npt.NDArray[np.uint64] | None
     is_held: bool = False
     """Whether an engine holds it, by a lease or a pin."""
+    encoding: int = RAW
+    """Of the tiles; `sums` are over the bytes as they are here."""
 
 
 class _Hashing:
@@ -133,10 +136,10 @@ class RemoteWriter:
 
     def _manifest(self, item: WholeChunk) -> Manifest:
         spec, chunk_tokens = item.root.space.spec, item.root.space.chunk_tokens
-        step = layers_per_piece(spec, chunk_tokens, self._piece_bytes)
+        step = layers_per_piece(spec, chunk_tokens, self._piece_bytes, item.encoding)
         generation = os.urandom(GENERATION_BYTES)
         sums = np.zeros(spec.num_tiles, np.uint64) if item.sums is None else item.sums.reshape(-1)
-        return Manifest.of(item.chunk, spec, chunk_tokens, step, generation, time.time_ns(), sums)
+        return Manifest.of(item.chunk, spec, chunk_tokens, step, generation, time.time_ns(), sums, item.encoding)
 
     def _objects(self, item: WholeChunk, manifest: Manifest) -> list[NewObject]:
         objects = []

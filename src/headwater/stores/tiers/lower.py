@@ -152,7 +152,7 @@ class RemoteTier:
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:
         """See `LowerTier`."""
-        whole = [WholeChunk(item.root, item.chunk, item.tiles, item.sums, item.is_held) for item in chunks]
+        whole = [WholeChunk(c.root, c.chunk, c.tiles, c.sums, c.is_held, c.encoding) for c in chunks]
         statuses = self.store.store(whole, time.monotonic() + _PUT_DEADLINE_S, ask=False)
         _tally(self.counts, chunks, statuses)
         return statuses
