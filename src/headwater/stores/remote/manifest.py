@@ -30,8 +30,6 @@ _MAX_TILES = 1 << 20
 
 MAX_MANIFEST_BYTES = _FIXED.size + 8 * _MAX_TILES + _SUM.size
 GENERATION_BYTES = 8
-ROOT_FIELD = slice(72, 104)
-"""Where the root's key lies in a manifest."""
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ class RemoteStore:
     def stats(self) -> StoreStats:
         """See `stores.base.Store.stats`. What the backend does not say in time is zero; events are this process's."""
         deadline = time.monotonic() + self.lookup_s
-        usage = self._guard.run("statistics", lambda: self._client.usage(deadline), deadline) or Usage(0, 0, 0)
+        usage = self._guard.run("statistics", lambda: self._client.usage(deadline), deadline) or Usage(0, 0)
         counts = self.counts()
         return StoreStats(
             url=str(self.url),
