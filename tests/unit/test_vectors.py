@@ -28,8 +28,9 @@ from headwater.pool import Pool, open_pool
 from headwater.pool.space import Space, tenant_tag
 from headwater.stores import open_store
 from headwater.stores.base import Status
-from headwater.stores.embedded import _boot_id, layout
+from headwater.stores.embedded import layout
 from headwater.stores.embedded.layout import Geometry, Record, Word, cells_for, decode_header, state_word
+from headwater.stores.host import boot_id
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 STATES = {"pending": layout.PENDING, "complete": layout.COMPLETE, "evicting": layout.EVICTING, "limbo": layout.LIMBO}
@@ -398,7 +399,7 @@ def test_mutable_cell() -> None:
 def test_headwater_reads_a_store_that_the_second_implementation_wrote(
     second: ModuleType, tmp_path: Path, derived: bool
 ) -> None:
-    made = second.write_store(tmp_path, _boot_id(), derived=derived)
+    made = second.write_store(tmp_path, boot_id(), derived=derived)
     identity = Identity(**{name: value for name, value in made["identity"].items() if name != "name"})
     spec = KVSpec.from_canonical(made["spec"])
     with open_pool(f"file://{tmp_path}") as pool:

@@ -271,6 +271,10 @@ class Store(Protocol):
     """How long looking something up may take; 0 where it reads memory of this host and waits for nobody."""
     max_extent_bytes: int
 
+    @property
+    def home(self) -> str:
+        """Names what chunks are written to: processes with the same one can fill a chunk together, others cannot."""
+
     def check_space(self, space: SpaceRef) -> None:
         """Raise SpecMismatchError if this identity is stored under another spec."""
 

@@ -76,6 +76,11 @@ class RemoteStore:
         self._writer = RemoteWriter(*common, url.size("piece") or DEFAULT_PIECE_BYTES)
         self._admin = RemoteAdmin(client, self._names, self.announcer)
 
+    @property
+    def home(self) -> str:
+        """See `stores.base.Store.home`."""
+        return str(self.url)
+
     # ---- finding and moving -------------------------------------------------------------------------------------
     def check_space(self, space: SpaceRef) -> None:
         """Nothing to check: identity and spec are part of every key."""
