@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from hypothesis import strategies as st
 
 from headwater.errors import IdentityError, InvalidArgumentError
 from headwater.kv import checkpoint
-from headwater.kv.checkpoint import checkpoint_label, digest_checkpoint, rich_progress
+from headwater.kv.checkpoint import checkpoint_label, digest_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 real_time_ns = time.time_ns
@@ -629,24 +627,6 @@ def test_an_error_of_the_callback_is_not_taken_for_ours(model: Path) -> None:
 
     with pytest.raises(BrokenPipeError):
         digest_checkpoint(model, progress=broken)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_rich_progress_shows_on_terminals_only(
-    model: Path, monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO]
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    stderr = stream()
-    monkeypatch.setattr(sys, "stderr", stderr)
-    with rich_progress("Reading") as progress:
-        digest_checkpoint(model, progress=progress)
-    assert ("Reading" in stderr.getvalue()) == stderr.isatty()
-    assert stderr.isatty() or not stderr.getvalue()
 
 
 # -- errors -------------------------------------------------------------------------------------------------------

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 
 from headwater.kv.topology import whole_shard
 from headwater.pool import Pool, Space, open_pool
 from headwater.stores.base import Status
 from headwater.stores.embedded import janitor
+from headwater.stores.embedded.index import Entry
 
 from support import gqa, identity, local_tiles
 
 SPEC = gqa(layers=2, heads=4, dim=64)  # 16 KiB a chunk of 8 tokens
 SHARD = whole_shard(SPEC)
+FEW, MANY = "1536KiB", "12MiB&index=2MiB"
+"""Room for fewer chunks than one scan for victims takes, and for several times as many."""
+real_time_ns = time.time_ns
 
 
 @pytest.fixture
@@ -52,6 +59,109 @@ def test_the_least_recently_used_goes_first(pool: Pool) -> None:
         write(space, [1000 + number] * 8)
         assert held(space, [number] * 8) == 0
     assert held(space, [5] * 8) == 8
+
+
+def use(space: Space, tokens: list[int]) -> None:
+    space.lease(space.match(space.keys(tokens)), "r").release()
+
+
+@pytest.mark.parametrize("capacity", [FEW, MANY])
+def test_a_pool_holds_exactly_what_was_used_last(capacity: str) -> None:
+    """Also what was used between the scan that listed it for eviction and its turn."""
+    pool, rng = open_pool(f"memory://?capacity={capacity}"), random.Random(1)
+    space, by_use = space_of(pool), dict[int, None]()
+    for number in range(4 * room(pool)):
+        assert write(space, [number] * 8) == [Status.OK]
+        by_use[number] = None
+        used = rng.choice(list(by_use)[-room(pool) :])
+        use(space, [used] * 8)
+        by_use[used] = by_use.pop(used)
+    last = sorted(list(by_use)[-room(pool) :])
+    assert [number for number in by_use if held(space, [number] * 8)] == [n for n in by_use if n in last]
+    assert pool.stats().store.evicted == 3 * room(pool)
+
+
+@pytest.mark.parametrize("capacity", [FEW, MANY])
+def test_a_chunk_whose_tail_was_evicted_waits_for_its_own_turn(capacity: str) -> None:
+    """A tail goes early, for it counts as older than it is; the chunk above it was used just as lately and does not."""
+    pool = open_pool(f"memory://?capacity={capacity}")
+    space = space_of(pool)
+    for number in range(room(pool) - 3):
+        write(space, [number] * 8)
+    parents = [[1000 + number] * 8 for number in range(2)]
+    for parent in parents:
+        write(space, [*parent, 1, 2, 3, 4])  # the two tails together take the room of one whole chunk
+    for number in range(room(pool) - 4):  # of which the two tails are the first to go
+        assert write(space, [2000 + number] * 8) == [Status.OK]
+    assert [held(space, [*parent, 1, 2, 3, 4]) for parent in parents] == [8, 8]
+
+
+@pytest.mark.parametrize("capacity", [FEW, MANY])
+def test_when_all_that_was_listed_was_used_since_others_are_looked_for(capacity: str) -> None:
+    pool = open_pool(f"memory://?capacity={capacity}")
+    space = space_of(pool)
+    for number in range(room(pool) + 1):  # the last one makes a list of the 256 oldest and takes the first of them
+        write(space, [number] * 8)
+    for number in range(1, min(room(pool), 256) + 1):
+        use(space, [number] * 8)
+    oldest = 257 if room(pool) > 256 else 1
+    assert held(space, [oldest] * 8) == 8
+    assert write(space, [1000] * 8) == [Status.OK]
+    assert held(space, [oldest] * 8) == 0
+    assert pool.stats().store.evicted == 2
+
+
+@pytest.mark.parametrize("capacity", [FEW, MANY])
+def test_eviction_ends_though_every_victim_is_used_while_it_is_looked_at(
+    capacity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = open_pool(f"memory://?capacity={capacity}")
+    space, index, looks = space_of(pool), pool._store._core.index, 0
+    for number in range(room(pool) + 1):
+        write(space, [number] * 8)
+    entry = index.entry
+
+    def used_meanwhile(cell: int, key: bytes | None = None) -> Entry | None:
+        nonlocal looks
+        looks += 1
+        index.touch(cell, time.time_ns())
+        return entry(cell, key)
+
+    monkeypatch.setattr(index, "entry", used_meanwhile)
+    assert write(space, [1000] * 8) == [Status.OK]
+    assert looks < 3 * room(pool)
+    monkeypatch.undo()
+    assert write(space, [2000] * 8) == [Status.OK]
+    assert pool.verify().clean
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+def test_a_clock_that_was_set_back_makes_nothing_stay(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks from the future count as used when they are first looked at, not until the clock has caught up."""
+    pool = open_pool(f"memory://?capacity={MANY}&policy={policy}")
+    space, num_chunks = space_of(pool), room(pool)
+    monkeypatch.setattr(time, "time_ns", lambda: real_time_ns() + 3600 * 10**9)
+    for number in range(num_chunks):
+        write(space, [number] * 8)
+    monkeypatch.undo()
+    for number in range(num_chunks, 2 * num_chunks):
+        assert write(space, [number] * 8) == [Status.OK]
+    kept = [number for number in range(2 * num_chunks) if held(space, [number] * 8)]
+    assert kept == list(range(num_chunks, 2 * num_chunks))
+    assert pool.verify().clean
+
+
+@pytest.mark.parametrize("capacity", [FEW, MANY])
+def test_noise_in_the_ages_makes_nothing_stay(capacity: str) -> None:
+    pool = open_pool(f"memory://?capacity={capacity}")
+    space, index = space_of(pool), pool._store._core.index
+    for number in range(room(pool)):
+        write(space, [number] * 8)
+    for cell in index.heads().cell.tolist():
+        index.touch(cell, (1 << 64) - cell)
+    for number in range(room(pool)):
+        assert write(space, [1000 + number] * 8) == [Status.OK]
+    assert [number for number in range(room(pool)) if held(space, [1000 + number] * 8)] == list(range(room(pool)))
 
 
 def test_a_prefix_is_as_young_as_its_youngest_user(pool: Pool) -> None:

@@ -18,7 +18,6 @@ from headwater.kv.format import (
     part_checksums,
     part_rows,
     scatter_part,
-    tile_index,
 )
 from headwater.kv.spec import KVSpec, Plane
 from headwater.kv.topology import WHOLE, Split
@@ -113,12 +112,6 @@ def test_cached_rows_cannot_be_changed_by_who_got_them() -> None:
     rows = part_rows(Split(2, 1), 0, 0, 8)
     with pytest.raises(ValueError, match="read-only"):
         rows[0] = 7
-
-
-def test_tiles_are_ordered_by_layer_then_head() -> None:
-    spec = SPECS[0]
-    order = [tile_index(spec, layer, head) for layer in range(2) for head in range(3)]
-    assert order == list(range(spec.num_tiles))
 
 
 # ---- gather and scatter -----------------------------------------------------------------------------------------

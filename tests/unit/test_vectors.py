@@ -29,8 +29,9 @@ from headwater.pool import Pool, open_pool
 from headwater.pool.space import Space, tenant_tag
 from headwater.stores import open_store
 from headwater.stores.base import Status
-from headwater.stores.embedded import _boot_id, layout
+from headwater.stores.embedded import layout
 from headwater.stores.embedded.layout import Geometry, Record, Word, cells_for, decode_header, state_word
+from headwater.stores.host import boot_id
 from headwater.stores.remote.manifest import Manifest, is_of_other_version
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -238,7 +239,7 @@ def test_whole_tiles_and_their_checksums(number: int) -> None:
     assert local_tiles(spec, whole_shard(spec), vector["first_token"], count).tobytes() == raw.tobytes()
     for tile in vector["tiles"]:
         size = spec.tile_bytes(count)
-        at = kv_format.tile_index(spec, tile["layer"], tile["head"]) * size
+        at = (tile["layer"] * spec.num_kv_heads + tile["head"]) * size
         assert at == tile["offset"]
         assert f"{kv_format.checksum(raw[at : at + size]):016x}" == tile["checksum"]
 
@@ -410,7 +411,7 @@ def test_mutable_cell() -> None:
 def test_headwater_reads_a_store_that_the_second_implementation_wrote(
     second: ModuleType, tmp_path: Path, derived: bool
 ) -> None:
-    made = second.write_store(tmp_path, _boot_id(), derived=derived)
+    made = second.write_store(tmp_path, boot_id(), derived=derived)
     identity = Identity(**{name: value for name, value in made["identity"].items() if name != "name"})
     spec = KVSpec.from_canonical(made["spec"])
     with open_pool(f"file://{tmp_path}") as pool:

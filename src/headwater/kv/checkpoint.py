@@ -11,7 +11,6 @@ import os
 import re
 import stat
 import struct
-import sys
 import tempfile
 import threading
 import time
@@ -129,22 +128,6 @@ def checkpoint_label(path: str | os.PathLike[str]) -> str:
         if folder.name.startswith("models--"):
             return _printable(folder.name.removeprefix("models--").replace("--", "/"))
     return _printable(here.name)
-
-
-@contextmanager
-def rich_progress(description: str = "Reading weights") -> Iterator[Progress]:
-    """A progress bar on stderr, to be passed as `progress`; shows nothing where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    with Bar("{task.description}", *columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(description, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _list_files(root: Path) -> list[WeightFile]:

@@ -24,11 +24,6 @@ checksum = xxhash.xxh3_64_intdigest
 EMPTY_CHECKSUM: int = checksum(b"")
 
 
-def tile_index(spec: KVSpec, layer: int, head: int) -> int:
-    """Position of a tile in its extent and in its record's checksums."""
-    return layer * spec.num_kv_heads + head
-
-
 @lru_cache(maxsize=256)
 def _rows(split: Split, part: int, phase: int, num_tokens: int) -> npt.NDArray[np.intp]:
     rows = split.rows(part, phase, num_tokens)

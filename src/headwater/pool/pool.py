@@ -86,6 +86,11 @@ class Pool:
 
         return self._store.clear(match, progress)
 
+    @property
+    def home(self) -> str:
+        """Names the first tier, on this host: processes with the same one can fill a chunk together, others cannot."""
+        return self._store.home
+
     def scan(self) -> Iterator[ChunkInfo]:
         """Every chunk that can be found, in no particular order."""
         return self._store.scan()

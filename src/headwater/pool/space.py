@@ -30,7 +30,6 @@ from headwater.stores.base import (
     Place,
     Reservation,
     RootRef,
-    Run,
     SpaceRef,
     Status,
     Store,
@@ -141,7 +140,7 @@ class Space:
         """
         limit = keys.num_tokens if max_tokens is None else min(max_tokens, keys.num_tokens)
         root = self._root_of(keys.root)
-        run = self.run(keys.root, keys.full[: limit // self.chunk_tokens])
+        run = self._store.run(root, keys.full[: limit // self.chunk_tokens])
         chunks = keys.refs(run.length)
         room = limit - run.length * self.chunk_tokens
         lengths = sorted({length for length in run.tails if length <= min(room, self.chunk_tokens - 1)}, reverse=True)
@@ -152,13 +151,6 @@ class Space:
         match = Match(tuple(chunks))
         self._count(matches=1, asked_tokens=limit, matched_tokens=match.num_tokens)
         return match
-
-    def run(self, root: bytes, keys: list[bytes]) -> Run:
-        """How many of these keys of complete chunks, from the first on, are there, and which tails follow the last.
-
-        What `match` asks first; for those who have keys from elsewhere, and no tokens.
-        """
-        return self._store.run(self._root_of(root), keys)
 
     def exists(self, chunks: Sequence[ChunkRef]) -> list[bool]:
         """Whether each chunk is there now, in the tier that chunks are written to."""

@@ -279,6 +279,10 @@ class Store(Protocol):
     has_lower_tiers: bool
     """Whether it is the first of several tiers."""
 
+    @property
+    def home(self) -> str:
+        """Names what chunks are written to: processes with the same one can fill a chunk together, others cannot."""
+
     def check_space(self, space: SpaceRef) -> None:
         """Raise SpecMismatchError if this identity is stored under another spec."""
 

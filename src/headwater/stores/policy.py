@@ -16,7 +16,9 @@ class Leaves(NamedTuple):
     """Columns over chunks that may be evicted: complete, childless, neither pinned nor leased."""
 
     last_used_ns: Column
+    """Never in the future."""
     created_ns: Column
+    """Never after the last use."""
     is_tail: npt.NDArray[np.bool_]
 
 

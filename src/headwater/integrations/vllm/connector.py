@@ -29,7 +29,7 @@ from headwater.integrations.vllm.events import Events, NoEvents
 from headwater.integrations.vllm.messages import Greeting, StepOrders, StepReport
 from headwater.integrations.vllm.options import read_options, settle_load_mode
 from headwater.integrations.vllm.scheduling import Scheduling
-from headwater.integrations.vllm.startup import Membership, new_epoch, start_scheduling, start_working
+from headwater.integrations.vllm.startup import SEVERAL_HOSTS, Membership, new_epoch, start_scheduling, start_working
 from headwater.integrations.vllm.stats import Differences, HeadwaterPromMetrics, HeadwaterStats
 from headwater.integrations.vllm.working import Idle, Working
 
@@ -64,6 +64,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._working: Working | Idle = Idle("its caches are not there yet", 1, self._options.connector.load_mode)
         events = vllm_config.kv_events_config
         self._events = Events() if events is not None and events.enable_kv_cache_events else NoEvents()
+        self._has_told_home = False
         self._differences = Differences()
         self._threads = ThreadClock()
         self.step_seconds = 0.0
@@ -132,8 +133,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         report = connector_output.kv_connector_worker_meta
         if self._scheduling is None:
             return
-        if isinstance(report, StepReport) and report.declined:
-            self._switch_off(report.declined)
+        if isinstance(report, StepReport) and (report.declined or not self._is_home_of(report.homes)):
+            self._switch_off(report.declined or SEVERAL_HOSTS)
             return
         with self._survive():
             self._scheduling.hear(report, connector_output.invalid_block_ids or set())
@@ -141,10 +142,15 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Learn whether every worker takes part."""
-        for greeting in metadata.values():
-            if isinstance(greeting, Greeting) and greeting.declined and self._scheduling is not None:
-                self._switch_off(greeting.declined)
+        """Learn whether every worker takes part, and has the same pool.
+
+        Inside `MultiConnector` the greetings of another connector may come instead: then the first reports tell.
+        """
+        pool = self._options.connector.pool
+        greetings = [given for given in metadata.values() if isinstance(given, Greeting) and given.pool == pool]
+        declined = next((greeting.declined for greeting in greetings if greeting.declined), "")
+        if self._scheduling is not None and (declined or not self._is_home_of({given.home for given in greetings})):
+            self._switch_off(declined or SEVERAL_HOSTS)
 
     def reset_cache(self) -> bool | None:
         """Begin an epoch of this server's own: nobody else's chunks are touched, and none of them is used again."""
@@ -165,6 +171,9 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception as error:
             log.exception("Headwater fails, and is left")
             self._switch_off(f"{type(error).__name__}: {error}")
+
+    def _is_home_of(self, homes: set[str]) -> bool:
+        return self._member is None or homes <= {self._member.pool.home}
 
     def _switch_off(self, reason: str) -> None:
         log.warning("Headwater is off: %s", reason)
@@ -204,8 +213,9 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._working = Idle(reason, size, self._options.connector.load_mode)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Whether this worker takes part."""
-        return Greeting(self._working.reason if isinstance(self._working, Idle) else "")
+        """Whether this worker takes part, and where its pool is."""
+        declined = self._working.reason if isinstance(self._working, Idle) else ""
+        return Greeting(self._options.connector.pool, declined, self._member.pool.home if self._member else "")
 
     @timed
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -255,7 +265,12 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """What the scheduler's side should know."""
-        return self._working.take_report()
+        report = self._working.take_report()
+        if not self._has_told_home and self._member is not None:
+            report = report or StepReport()
+            report.homes.add(self._member.pool.home)
+            self._has_told_home = True
+        return report
 
     def get_kv_connector_stats(self) -> HeadwaterStats | None:
         """What has been moved since the last call: bytes by the workers, tokens by the scheduler's side."""

@@ -56,6 +56,8 @@ class StepReport(KVConnectorWorkerMetadata):
     """Loads that ended: for each rank that is done, how many chunks are in place."""
     declined: str = ""
     """Why a worker does not take part, if one does not."""
+    homes: set[str] = field(default_factory=set)
+    """`Pool.home` of the workers, in the first report of each."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """The reports of two ranks as one."""
@@ -63,6 +65,7 @@ class StepReport(KVConnectorWorkerMetadata):
         for request_id, counts in other.num_chunks.items():
             self.num_chunks.setdefault(request_id, []).extend(counts)
         self.declined = self.declined or other.declined
+        self.homes |= other.homes
         return self
 
 
@@ -70,4 +73,8 @@ class StepReport(KVConnectorWorkerMetadata):
 class Greeting(KVConnectorHandshakeMetadata):
     """What a worker says of itself once, when its cache is there."""
 
+    pool: str
+    """As the options name it."""
     declined: str = ""
+    home: str = ""
+    """`Pool.home` of a worker that takes part."""

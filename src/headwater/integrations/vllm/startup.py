@@ -31,6 +31,12 @@ log = logging.getLogger(LOGGER)
 
 MAX_STAGING_BYTES = 2 << 30
 
+SEVERAL_HOSTS = (
+    "this engine's ranks do not share one pool, because they run on several hosts, or in containers that do not share "
+    "/dev/shm. A chunk is complete where all ranks have written their part, so no chunk would ever be. Run the engine "
+    "on one host (data-parallel replicas may run on others), or give its containers one /dev/shm"
+)
+
 _pools: dict[tuple[str, int], Pool] = {}
 _pools_lock = threading.Lock()
 
@@ -67,10 +73,26 @@ def join(config: Any, cache: Any, options: Options, weights: str, *, is_first: b
     return member
 
 
+def check_hosts(parallel: Any) -> None:
+    """Raise DeclinedError where vLLM's configuration says that one engine's ranks cannot share a pool.
+
+    Data-parallel replicas are engines of their own. Ray places ranks without saying where: `Pool.home` of each rank
+    tells, once they have opened the pool.
+    """
+    if parallel.nnodes_within_dp > 1:
+        raise DeclinedError(SEVERAL_HOSTS)
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise DeclinedError(
+            "an external launcher starts an engine for each rank, and all of them must schedule the same steps, but "
+            "the pool may answer them differently; let vLLM start its ranks (distributed_executor_backend mp)"
+        )
+
+
 def start_scheduling(
     config: Any, cache: Any, options: Options, events: Events | NoEvents
 ) -> tuple[Scheduling, Membership]:
     """The scheduler's side. Raises DeclinedError."""
+    check_hosts(config.parallel_config)
     member = join(config, cache, options, name_weights(config, options), is_first=False)
     scheduling = Scheduling(
         member.space(member.identity.epoch),
@@ -86,6 +108,7 @@ def start_scheduling(
 
 def start_working(config: Any, cache: Any, options: Options, kv_caches: dict[str, Any]) -> tuple[Working, Membership]:
     """A worker's side, once its caches are there. All ranks call it together. Raises DeclinedError."""
+    check_hosts(config.parallel_config)
     weights = _weights_of_all_ranks(config, options)
     spec = server_spec(config, cache)
     names, tensors, layers = layer_tensors(kv_caches, spec.num_layers)

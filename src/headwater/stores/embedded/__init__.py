@@ -52,6 +52,7 @@ from headwater.stores.embedded.layout import (
 from headwater.stores.embedded.members import LocalMembers, Members, SharedMembers, new_group
 from headwater.stores.embedded.store import DEFAULT_DEADLINE_S, EmbeddedStore
 from headwater.stores.embedded.units import ABSENT_UNIT
+from headwater.stores.host import boot_id
 from headwater.stores.policy import POLICIES, create_policy
 from headwater.stores.url import StoreUrl, format_size
 
@@ -229,7 +230,7 @@ def _settle(core: Core) -> None:
 
     A process stopped inside the lock must not keep us out: then this waits for the next writer.
     """
-    words, boot = core.index.words, _boot_id()
+    words, boot = core.index.words, boot_id()
     if words[Word.BOOT] != boot:
         words[Word.DIRTY] = 1
 
@@ -281,7 +282,7 @@ def _create_index(url: StoreUrl, directory: str, path: str) -> Geometry:
         os.pwrite(fd, header, 0)
         os.pwrite(fd, header, geometry.index_bytes - PAGE)
         os.pwrite(fd, bytes((ABSENT_UNIT,)) * geometry.num_units, geometry.unit_map_offset)
-        os.pwrite(fd, _boot_id().to_bytes(8, "little"), Word.offset(Word.BOOT))
+        os.pwrite(fd, boot_id().to_bytes(8, "little"), Word.offset(Word.BOOT))
     except BaseException:
         os.close(fd)
         os.unlink(temporary)
@@ -353,15 +354,6 @@ def _remove_files(directory: str) -> None:
         if ours or re.fullmatch(r"data-[0-9a-f]{32}-\d{4,}", name):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(directory, name))
-
-
-def _boot_id() -> int:
-    """A number that changes when the machine restarts: what was not flushed before it may be torn."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return int(file.read().replace("-", "")[:15], 16)
-    except (OSError, ValueError):
-        return 0
 
 
 @contextlib.contextmanager

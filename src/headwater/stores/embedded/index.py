@@ -242,9 +242,25 @@ class Index:
         children, pinned = counts & np.uint64(0xFFFFFFFF), counts >> np.uint64(32)
         return Heads(cell, rows[cell, 0] & np.uint64(7), children.astype(np.uint32), pinned.astype(np.uint32))
 
-    def ages_of(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Last uses of many records."""
-        return self._age_column[cells // AGE_CELLS]
+    def age_by(self, cell: int, now_ns: int) -> int:
+        """`ages_of` of one record."""
+        slot = cell // AGE_CELLS
+        used = self._ages[slot]
+        if used > now_ns:
+            self._ages[slot] = used = now_ns
+        return used
+
+    def ages_of(self, cells: npt.NDArray[np.int64], now_ns: int) -> npt.NDArray[np.int64]:
+        """Last uses of many records, none after `now_ns`.
+
+        A later one (the clock was set back, or noise) becomes `now_ns` for good, so that the record ages from now on.
+        """
+        slots = cells // AGE_CELLS
+        ages = self._age_column[slots]
+        late = (ages > now_ns) | (ages < 0)  # noise above 2^63 is negative in this column
+        if late.any():
+            self._age_column[slots[late]] = ages[late] = now_ns
+        return ages
 
     def fixed_words(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """The fixed parts of many records as rows of sixteen words (see `layout` for which is which)."""

@@ -40,6 +40,8 @@ PENDING_SHARE = 4
 MAX_PENDING_NS = 30_000_000_000
 """A reservation older than this is given up by whoever needs the room or the key."""
 _MAX_ROUNDS = 64
+_MAX_SCANS = 2
+"""Scans of one eviction: the second is for the case that all candidates of the first were used meanwhile."""
 _PLAUSIBLE = 1 << 56
 
 
@@ -62,6 +64,8 @@ class Janitor:
         self._policy = policy
         self._note = note
         self._candidates: list[tuple[int, int, int]] = []  # heap of (rank, cell, id)
+        self._cutoff = 0
+        """Leaves outside the heap rank at least this. A leaf above it waits for the next scan, which compares them."""
 
     # ---- allocation ---------------------------------------------------------------------------------------------
     def units_for(self, length: int) -> int:
@@ -163,19 +167,19 @@ class Janitor:
         the two always sees the other.
         """
         victims: list[Entry] = []
-        refilled = False
-        units = 0
+        units = num_scans = 0
+        now = time.time_ns()  # one for the whole eviction: ages are capped by it, so no candidate rises for ever
         published = self._members.published()
         while units < need_units:
             if not self._candidates:
-                if refilled or victims:
+                if victims or num_scans == _MAX_SCANS:
                     break
-                refilled = True
+                num_scans += 1
                 if self.sweep():
                     return True
-                self._refill(published)
-                continue
-            entry = self._next_victim(published)
+                if not self._refill(published, now):
+                    break
+            entry = self._next_victim(published, now)
             if entry is not None:
                 self._index.set_state(entry, EVICTING)
                 victims.append(entry)
@@ -186,49 +190,53 @@ class Janitor:
             if entry.record.id in published:
                 self._index.set_state(entry, COMPLETE)
                 continue
-            self._inherit_age(entry)
+            self._inherit_age(entry, now)
             self._hide(entry)
             self._release(entry)
             self._index.words[Word.EVICTED] += 1
             freed = True
         return freed
 
-    def _next_victim(self, published: set[int]) -> Entry | None:
+    def _next_victim(self, published: set[int], now: int) -> Entry | None:
         rank, cell, extent_id = heapq.heappop(self._candidates)
         entry = self._index.entry(cell)
         if entry is None or entry.record.id != extent_id or not self._evictable(entry) or extent_id in published:
             return None
-        now = self._rank(entry)
-        if now > rank:  # used since the scan: its turn comes later
-            heapq.heappush(self._candidates, (now, cell, extent_id))
+        current = self._rank(entry, now)
+        if current > rank:  # used since the scan: its turn comes later
+            self._offer(current, entry)
             return None
         return entry
+
+    def _offer(self, rank: int, entry: Entry) -> None:
+        """Make a leaf a candidate, unless a leaf outside the heap may rank below it."""
+        if rank <= self._cutoff:
+            heapq.heappush(self._candidates, (rank, entry.cell, entry.record.id))
 
     def _evictable(self, entry: Entry) -> bool:
         leaf = entry.record.kind == CHUNK and entry.state == COMPLETE
         return leaf and self._index.counts(entry.cell) == (0, 0)
 
-    def _rank(self, entry: Entry) -> int:
-        record = entry.record
-        leaves = Leaves(
-            np.array([self._index.age(entry.cell)], np.int64),
-            np.array([record.created_ns], np.int64),
-            np.array([record.is_tail]),
-        )
+    def _rank(self, entry: Entry, now: int) -> int:
+        used = self._index.age_by(entry.cell, now)
+        return self._rank_of(used, min(entry.record.created_ns, used), entry.record.is_tail)
+
+    def _rank_of(self, used: int, created: int, is_tail: bool) -> int:
+        leaves = Leaves(np.array([used], np.int64), np.array([created], np.int64), np.array([is_tail]))
         return int(self._policy.rank(leaves)[0])
 
-    def _inherit_age(self, entry: Entry) -> None:
-        """A prefix is as young as its youngest user; once childless, it is the next candidate of that age."""
+    def _inherit_age(self, entry: Entry, now: int) -> None:
+        """A prefix is as young as its youngest user; once childless, it is a candidate of that age."""
         cell = entry.record.parent_cell
         parent = self._index.entry(cell)
         if parent is None or parent.record.id != entry.record.parent_id:
             return
-        self._index.touch(cell, max(self._index.age(cell), self._index.age(entry.cell)))
+        self._index.touch(cell, max(self._index.age_by(cell, now), self._index.age_by(entry.cell, now)))
         if parent.record.kind == CHUNK and self._index.counts(cell)[0] == 1:
-            heapq.heappush(self._candidates, (self._rank(parent), cell, parent.record.id))
+            self._offer(self._rank(parent, now), parent)
 
-    def _refill(self, published: set[int]) -> None:
-        """Scan for the lowest-ranked sixteenth of all leaves."""
+    def _refill(self, published: set[int], now: int) -> bool:
+        """Scan for the lowest-ranked sixteenth of all leaves; whether there are candidates now."""
         heads = self._index.used_heads()
         leaves = heads.cell[(heads.state == COMPLETE) & (heads.children == 0) & (heads.pinned == 0)]
         fixed = self._index.fixed_words(leaves)
@@ -239,17 +247,20 @@ class Janitor:
                 self.remove([node])
         leaves, fixed = leaves[is_chunk], fixed[is_chunk]
         if not leaves.size:
-            return
+            return False
         tokens, chunk_tokens = fixed[:, TOKENS_WORD] >> np.uint64(32), fixed[:, KIND_WORD] >> np.uint64(32)
-        created = fixed[:, CREATED_WORD].astype(np.int64)
-        columns = Leaves(self._index.ages_of(leaves), created, tokens < chunk_tokens)
-        ranks = self._policy.rank(columns)
+        used = self._index.ages_of(leaves, now)
+        created = np.minimum(fixed[:, CREATED_WORD].astype(np.int64), used)
+        ranks = self._policy.rank(Leaves(used, created, tokens < chunk_tokens))
         take = min(leaves.size, max(256, leaves.size // 16))
         lowest = np.argpartition(ranks, take - 1)[:take]
+        # If the scan took every leaf, only chunks made later are outside: they rank at least as one made now.
+        self._cutoff = int(ranks[lowest].max()) if take < leaves.size else self._rank_of(now, now, is_tail=False)
         ids = fixed[:, ID_WORD]
         found = [(int(ranks[i]), int(leaves[i]), int(ids[i])) for i in lowest]
         self._candidates = [candidate for candidate in found if candidate[2] not in published]
         heapq.heapify(self._candidates)
+        return bool(self._candidates)
 
     # ---- sweeping -----------------------------------------------------------------------------------------------
     def sweep(self) -> int:

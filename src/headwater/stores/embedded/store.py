@@ -46,6 +46,7 @@ from headwater.stores.embedded.reader import ChunkLease, Reader
 from headwater.stores.embedded.ticket import Ticket, close_all
 from headwater.stores.embedded.writer import Writer
 from headwater.stores.events import EventKind, Follower
+from headwater.stores.host import boot_id
 
 DEFAULT_DEADLINE_S = 1.0
 
@@ -250,6 +251,11 @@ class EmbeddedStore:
     def generation(self) -> bytes:
         """Random bytes that all processes of this store share, and no other store has."""
         return self._core.geometry.generation
+
+    @property
+    def home(self) -> str:
+        """See `stores.base.Store.home`. Two hosts that mount one directory do not share a store: locks are local."""
+        return f"{boot_id():x}-{self.generation.hex()}"
 
     def tails(self, key: bytes) -> tuple[int, ...]:
         """Lengths of the newest tails below a chunk or root."""

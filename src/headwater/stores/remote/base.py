@@ -71,7 +71,6 @@ class Usage(NamedTuple):
 
     used_bytes: int
     capacity_bytes: int
-    num_objects: int
 
 
 class Notice(NamedTuple):

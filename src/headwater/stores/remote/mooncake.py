@@ -271,7 +271,7 @@ class MooncakeClient:
         try:
             return self._metrics.usage(deadline)
         except (BackendError, DeadlineError):
-            return Usage(0, 0, 0)
+            return Usage(0, 0)
 
     # ---- the client ---------------------------------------------------------------------------------------------
     def contribute(self) -> None:

@@ -16,7 +16,7 @@ from headwater.stores.remote.base import Usage
 DEFAULT_METRICS_PORT = 9003
 _LONGEST_NAME = 1024
 _MOST_METRICS_BYTES = 1 << 22
-_USAGE = ("master_allocated_bytes", "master_total_capacity_bytes", "master_key_count")
+_USAGE = ("master_allocated_bytes", "master_total_capacity_bytes")
 
 
 class MasterMetrics:

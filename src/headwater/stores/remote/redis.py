@@ -210,14 +210,14 @@ class RedisClient:
     def usage(self, deadline: float) -> Usage:
         """See `base.ObjectClient`."""
         with self._connection(deadline) as connection:
-            info, size = _ask(connection, [("INFO", "memory"), ("DBSIZE",)], deadline)
+            (info,) = _ask(connection, [("INFO", "memory")], deadline)
         fields = dict(
             line.split(":", 1)
             for line in (info if isinstance(info, bytes) else b"").decode().splitlines()
             if ":" in line
         )
         used, most = (_whole(fields.get(name)) for name in ("used_memory", "maxmemory"))
-        return Usage(used, most, size if isinstance(size, int) else 0)
+        return Usage(used, most)
 
     def close(self) -> None:
         """See `base.ObjectClient`."""

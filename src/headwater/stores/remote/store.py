@@ -76,6 +76,11 @@ class RemoteStore:
         self._writer = RemoteWriter(*common, url.size("piece") or DEFAULT_PIECE_BYTES)
         self._admin = RemoteAdmin(client, self._names, self.announcer)
 
+    @property
+    def home(self) -> str:
+        """See `stores.base.Store.home`."""
+        return str(self.url)
+
     # ---- finding and moving -------------------------------------------------------------------------------------
     def check_space(self, space: SpaceRef) -> None:
         """Nothing to check: identity and spec are part of every key."""
@@ -216,7 +221,7 @@ class RemoteStore:
     def stats(self) -> StoreStats:
         """See `stores.base.Store.stats`. What the backend does not say in time is zero; events are this process's."""
         deadline = time.monotonic() + self.lookup_s
-        usage = self._guard.run("statistics", lambda: self._client.usage(deadline), deadline) or Usage(0, 0, 0)
+        usage = self._guard.run("statistics", lambda: self._client.usage(deadline), deadline) or Usage(0, 0)
         counts = self.counts()
         return StoreStats(
             url=str(self.url),

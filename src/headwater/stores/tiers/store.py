@@ -96,6 +96,11 @@ class TieredStore:
             self._listener = Listener(front, logs, ownership, lambda: copier.is_owner, lambda: copier.num_unread)
             self._listener.start()
 
+    @property
+    def home(self) -> str:
+        """See `stores.base.Store.home`."""
+        return self._front.home
+
     # ---- finding ------------------------------------------------------------------------------------------------
     def check_space(self, space: SpaceRef) -> None:
         """See `stores.base.Store.check_space`."""
