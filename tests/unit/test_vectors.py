@@ -431,7 +431,7 @@ def test_headwater_reads_a_store_that_the_second_implementation_wrote(
 def test_a_chunk_in_an_encoding_that_nobody_has_defined_is_not_found_and_stays(
     second: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = second.write_store(tmp_path, _boot_id(), last_encoding=second.UNDEFINED_ENCODING)
+    made = second.write_store(tmp_path, boot_id(), last_encoding=second.UNDEFINED_ENCODING)
     identity = Identity(**{name: value for name, value in made["identity"].items() if name != "name"})
     spec = KVSpec.from_canonical(made["spec"])
     with open_pool(f"file://{tmp_path}") as pool:

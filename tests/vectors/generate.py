@@ -215,7 +215,7 @@ FREE, PENDING, COMPLETE, EVICTING, LIMBO = range(5)
 FIXED_FIELDS = {
     "key": 32, "id": 8, "parent_id": 8, "offset": 8, "length": 8, "group": 8, "created_ns": 8, "payload_sum": 8,
     "parent_cell": 4, "num_tokens": 4, "number": 4, "num_sums": 4, "interleave": 4, "payload_bytes": 4, "parts": 2,
-    "kind": 1, "encoding": 1, "chunk_tokens": 4, "row_bytes": 4, "reserved": 4,
+    "kind": 1, "encoding": 1, "chunk_tokens": 4, "row_bytes": 4, "exclusive": 4,
 }  # fmt: skip
 
 

@@ -223,12 +223,18 @@ class Record(NamedTuple):
     """Of its tiles: see `kv.encoding`. 0, raw, for records that were written before encodings had names."""
     chunk_tokens: int
     row_bytes: int
-    reserved: int
+    exclusive: int
+    """1: one filler fills the whole extent (a fetch); 0: the ranks of its group fill it together."""
 
     @property
     def num_cells(self) -> int:
         """Cells this record occupies."""
         return cells_for(self.payload_bytes)
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether nobody may join its filler."""
+        return bool(self.exclusive)
 
     @property
     def is_tail(self) -> bool:

@@ -43,6 +43,8 @@ class Reserver:
         self._index = core.index
         self._encoding = RAW
         """How the tiles of new chunks are stored."""
+        self._exclusive = False
+        """Of the transaction under way: whether it is for one filler alone."""
 
     def reserve(
         self,
@@ -51,15 +53,19 @@ class Reserver:
         split: Split,
         deadline: float,
         begun: Collection[bytes] = (),
+        *,
+        exclusive: bool = False,
     ) -> list[Outcome]:
         """One transaction for all, more only where new segments must be had first.
 
         Chunks whose keys are in `begun` were reserved before: where that record is gone they are LOST, since a new one
-        would lack what went into it.
+        would lack what went into it. An `exclusive` reservation is for one filler, who fills the whole extent: nobody
+        joins it, and it joins nobody's.
         """
         found: list[Outcome] = []
 
         def work() -> bool:
+            self._exclusive = exclusive
             home = self._ensure_root(root)
             # The chunk before, just looked at: the usual parent. Nothing is removed between one chunk and the next.
             last = self._join_all(chunks[len(found) :], split, found) if home is not None else None
@@ -153,7 +159,7 @@ class Reserver:
             encoding=RAW,
             chunk_tokens=chunk_tokens,
             row_bytes=0,
-            reserved=0,
+            exclusive=0,
         )
         return self._insert(record, payload, COMPLETE, parent, now)
 
@@ -214,7 +220,8 @@ class Reserver:
     def _is_alike(self, record: Record, split: Split) -> bool:
         """Whether a pending record is to be filled as this process would fill it."""
         mine = (split.parts, split.interleave, self._encoding)
-        return (record.parts, record.interleave, record.encoding) == mine
+        alike = (record.parts, record.interleave, record.encoding) == mine
+        return alike and not record.is_exclusive and not self._exclusive
 
     def _reserve_new(self, root: RootRef, chunk: ChunkRef, split: Split, parent: Entry) -> Outcome | None:
         janitor, members, words = self.core.janitor, self.core.members, self._index.words
@@ -250,7 +257,7 @@ class Reserver:
             encoding=self._encoding,
             chunk_tokens=root.space.chunk_tokens,
             row_bytes=spec.row_bytes,
-            reserved=0,
+            exclusive=int(self._exclusive),
         )
         # Making room may have swept an expired parent away, which a count of children does not prevent.
         above = self._index.entry(parent.cell, chunk.parent)

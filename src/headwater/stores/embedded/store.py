@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,7 +40,7 @@ from headwater.stores.embedded.data import MappedData
 from headwater.stores.embedded.export import Exported, Exporter
 from headwater.stores.embedded.janitor import PENDING_SHARE
 from headwater.stores.embedded.journal import Journal
-from headwater.stores.embedded.layout import COMPLETE, Word
+from headwater.stores.embedded.layout import COMPLETE, PENDING, Word
 from headwater.stores.embedded.lender import Lender
 from headwater.stores.embedded.reader import ChunkLease, Reader
 from headwater.stores.embedded.ticket import Ticket, close_all
@@ -135,10 +135,17 @@ class EmbeddedStore:
             return data.segment(number)
 
     def reserve(
-        self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline_s: float | None = None
+        self,
+        root: RootRef,
+        chunks: Sequence[ChunkRef],
+        split: Split,
+        deadline_s: float | None = None,
+        *,
+        exclusive: bool = False,
     ) -> list[Ticket]:
+        """See `stores.base.Store.reserve`. With `exclusive` nobody joins: a pending chunk is BUSY for all others."""
         with self._open():
-            return self._writer.reserve(root, chunks, split, self._deadline(deadline_s))
+            return self._writer.reserve(root, chunks, split, self._deadline(deadline_s), exclusive=exclusive)
 
     def commit(self, filled: Sequence[Filled], deadline_s: float | None = None) -> list[Status]:
         with self._open():
@@ -246,6 +253,31 @@ class EmbeddedStore:
 
         with self._open() as core, contextlib.suppress(DeadlineError, StoreDamagedError):
             core.transact(work, self._deadline(None))
+
+    def progress(self, key: bytes) -> int | None:
+        """Of a pending chunk: when its writers last committed something; None where none is pending."""
+        with self._open() as core:
+            entry = core.index.find(key)
+            return core.index.age(entry.cell) if entry is not None and entry.state == PENDING else None
+
+    def ages(self, keys: Sequence[bytes]) -> list[int]:
+        """When each chunk was last used, in nanoseconds since the epoch; 0 for one that is not here."""
+        with self._open() as core:
+            found = [core.index.find(key) for key in keys]
+            return [0 if entry is None else core.index.age(entry.cell) for entry in found]
+
+    def redate(self, ages: Mapping[bytes, int]) -> None:
+        """Say when chunks were last used, by key, where that was before now."""
+        with self._open() as core:
+            for key, age in ages.items():
+                entry = core.index.find(key)
+                if entry is not None and entry.state == COMPLETE:
+                    core.index.touch(entry.cell, min(age, core.index.age(entry.cell)))
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes that extents may occupy."""
+        return self._core.geometry.data_bytes
 
     @property
     def generation(self) -> bytes:

@@ -168,10 +168,11 @@ class Writer:
         deadline: float,
         *,
         begun: Collection[bytes] = (),
+        exclusive: bool = False,
     ) -> list[Ticket]:
         """See `stores.base.Store.reserve`. Of the keys in `begun` no new record is made."""
         spec, pid = root.space.spec, os.getpid()
-        found = self._reserver.reserve(root, chunks, split, deadline, begun)
+        found = self._reserver.reserve(root, chunks, split, deadline, begun, exclusive=exclusive)
         return [
             Ticket(self, spec, chunk, Status.OK, outcome, pid)
             if isinstance(outcome, Entry)
