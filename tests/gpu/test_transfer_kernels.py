@@ -16,10 +16,11 @@ from headwater.kernels.touch import touch_rows  # noqa: E402
 from headwater.kernels.xxh3 import finish_tiles, unsigned, xxh3_tiles, xxh3_tiles_cpu  # noqa: E402
 from headwater.kv.format import checksum  # noqa: E402
 from headwater.kv.spec import KVSpec  # noqa: E402
-from headwater.kv.topology import whole_shard  # noqa: E402
+from headwater.kv.topology import Shard, whole_shard  # noqa: E402
 from headwater.pool.buffers import RawBuffer  # noqa: E402
 from headwater.transfer.convert import Span, gather, plan_spans, scatter  # noqa: E402
-from headwater.transfer.copy import copy_pieces, copy_tiles, register_host, unregister_host  # noqa: E402
+from headwater.transfer.copy import register_host, unregister_host  # noqa: E402
+from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
 from headwater.transfer.verify import staged_checksums, verify_staged  # noqa: E402
 from headwater.transfer.view import view_tensors  # noqa: E402
 
@@ -134,14 +135,16 @@ def test_offsets_beyond_two_to_the_31():
 
 
 def test_two_dimensional_copies_touch_their_rows_only(mapping):
-    extent = mapping[: 5 * 4 * 3000].reshape(5, 4, 3000)
-    extent[:] = 0xA5
-    ring = torch.randint(0, 256, (3, 2, 3000), dtype=torch.uint8, device="cuda")
-    errors = []
+    extents = mapping[: 6 * 5 * 4 * 3000].reshape(6, 5, 4, 3000)
+    extents[:] = 0xA5
+    ring = torch.randint(0, 256, (5, 3, 2, 3000), dtype=torch.uint8, device="cuda")
+    some, errors = [0, 1, 2, 4, 5], []
+    piece, device = Piece(Shard(range(1, 4), range(1, 3)), 3000), torch.device("cuda", 0)
+    stored = [(0, extents[i].ctypes.data) for i in some]
 
     def copy():
         try:
-            copy_tiles(extent[1:4, 1:3], ring)
+            copy_extents(piece, stored, [part.data_ptr() for part in ring], 4, device, to_host=True)
             torch.cuda.synchronize()
         except Exception as error:
             errors.append(error)
@@ -150,30 +153,15 @@ def test_two_dimensional_copies_touch_their_rows_only(mapping):
     thread.start()
     thread.join()
     assert not errors
-    want = np.full_like(extent, 0xA5)
-    want[1:4, 1:3] = ring.cpu().numpy()
-    assert np.array_equal(extent, want)
-    back = torch.zeros_like(ring)
-    copy_tiles(back, extent[1:4, 1:3])
-    assert torch.equal(back, ring)
-
-
-def test_evenly_spaced_pieces_in_one_copy(mapping):
-    extents = mapping[: 6 * 5 * 4 * 3000].reshape(6, 5, 4, 3000)
-    extents[:] = 0xA5
-    ring = torch.randint(0, 256, (5, 3, 2, 3000), dtype=torch.uint8, device="cuda")
-    some = [0, 1, 2, 4, 5]
-    parts = [extents[i, 1:4, 1:3] for i in some]
-    copy_pieces(parts, list(ring))
-    torch.cuda.synchronize()
     want = np.full_like(extents, 0xA5)
     want[some, 1:4, 1:3] = ring.cpu().numpy()
     assert np.array_equal(extents, want)
     back = torch.zeros_like(ring)
-    copy_pieces(list(back), parts)
+    copy_extents(piece, stored, [part.data_ptr() for part in back], 4, device, to_host=False)
     assert torch.equal(back, ring)
     whole = torch.randint(0, 256, (6, 5, 4, 3000), dtype=torch.uint8, device="cuda")
-    copy_pieces(list(extents), list(whole))
+    every, piece = [(0, extent.ctypes.data) for extent in extents], Piece(Shard(range(5), range(4)), 3000)
+    copy_extents(piece, every, [part.data_ptr() for part in whole], 4, device, to_host=True)
     torch.cuda.synchronize()
     assert np.array_equal(extents, whole.cpu().numpy())
 

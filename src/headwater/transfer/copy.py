@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, lru_cache
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from headwater.errors import BufferMismatchError, EngineError
-
-Tiles = npt.NDArray[np.uint8] | Tensor
+from headwater.errors import EngineError
 
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the driver knows by the address where it lies
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
-
-_UINT8 = np.dtype(np.uint8)
 
 _thread = threading.local()
 
@@ -105,34 +100,6 @@ class Copy(NamedTuple):
     source_step: int = 0
 
 
-def copy_tiles(target: Tiles, source: Tiles) -> None:
-    """`copy_pieces` of one piece."""
-    copy_pieces([target], [source])
-
-
-def copy_pieces(targets: Sequence[Tiles], sources: Sequence[Tiles]) -> None:
-    """Copy pieces pairwise: bytes of shape (layers, heads, bytes), or of any shape that is rows at one pitch.
-
-    Between a CUDA tensor and host memory: on the current stream of the tensor's device, without waiting, one 2-D
-    copy a piece; consecutive pieces that lie evenly spaced on both sides go in one 3-D copy. Host memory must be
-    registered (`register_host`) and outlive the copy, or the copy waits and is slow. Raises BufferMismatchError where
-    shapes differ or a piece is not such rows.
-    """
-    if len(targets) != len(sources):
-        raise BufferMismatchError(f"{len(sources)} pieces were given for {len(targets)} places")
-    devices = {side.device for side in (*targets, *sources) if isinstance(side, Tensor) and side.is_cuda}
-    if not devices:
-        for target, source in zip(targets, sources, strict=True):
-            if tuple(target.shape) != tuple(source.shape):
-                raise BufferMismatchError(f"tiles of shape {tuple(source.shape)} do not fit {tuple(target.shape)}")
-            np.copyto(_host_array(target), _host_array(source))
-        return
-    device = devices.pop()
-    if devices:
-        raise BufferMismatchError(f"pieces lie on several devices, {device} and {devices}")
-    run_copies(plan_copies(targets, sources), device)
-
-
 def run_copies(copies: Iterable[Copy], device: torch.device) -> None:
     """Carry copies out on the current stream of a device, without waiting; on a CPU at once. Addresses are trusted."""
     if device.type == "cpu":
@@ -166,22 +133,6 @@ def register_host(memory: npt.NDArray[np.uint8]) -> None:
 def unregister_host(memory: npt.NDArray[np.uint8]) -> None:
     """The inverse of `register_host`. No copy may be under way."""
     torch.cuda.cudart().cudaHostUnregister(memory.__array_interface__["data"][0])
-
-
-def plan_copies(targets: Sequence[Tiles], sources: Sequence[Tiles]) -> Iterator[Copy]:
-    """The driver's calls for some pieces. Touches no memory."""
-
-    def pieces() -> Iterator[Copy]:
-        for target, source in zip(targets, sources, strict=True):
-            to, shape, to_strides = _place(target)
-            of, given, of_strides = _place(source)
-            if shape != given:
-                raise BufferMismatchError(f"tiles of shape {given} do not fit {shape}")
-            rows = common_rows(shape, to_strides, of_strides)
-            if rows.width and rows.height:
-                yield Copy(to, of, rows)
-
-    return join_copies(pieces())
 
 
 def join_copies(pieces: Iterable[Copy]) -> Iterator[Copy]:
@@ -221,28 +172,6 @@ def fits_driver(copy: Copy) -> bool:
     return True
 
 
-@lru_cache(maxsize=1024)
-def common_rows(shape: tuple[int, ...], target: tuple[int, ...], source: tuple[int, ...]) -> Rows:
-    """Bytes of that shape, and of those strides on the two sides, as rows; the longest that both sides have."""
-    width, axis = 1, len(shape)
-    while axis and (shape[axis - 1] <= 1 or target[axis - 1] == source[axis - 1] == width):
-        axis -= 1
-        width *= shape[axis]
-    if shape and axis == len(shape):
-        raise BufferMismatchError(f"tiles of shape {shape} with strides {target} and {source} are not contiguous")
-    height, pitches = 1, (0, 0)  # of one row nobody asks
-    for number in reversed(range(axis)):
-        if shape[number] == 1:
-            continue
-        steps = target[number], source[number]
-        if pitches == (0, 0):
-            pitches = steps
-        if steps != (pitches[0] * height, pitches[1] * height) or min(pitches) < width:
-            raise BufferMismatchError(f"shape {shape} with strides {target} and {source} is not rows at one pitch")
-        height *= shape[number]
-    return Rows(width, height, *pitches)
-
-
 def _issue(copy: Copy, stream: int) -> None:
     """Start one copy."""
     width, height, target_pitch, source_pitch = copy.rows
@@ -274,20 +203,3 @@ def _replay(copy: Copy) -> None:
 @cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
-
-
-def _host_array(side: Tiles) -> npt.NDArray[np.uint8]:
-    return side.numpy() if isinstance(side, Tensor) else side
-
-
-def _place(side: Tiles) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """(address, shape, strides) of bytes."""
-    shape: tuple[int, ...]
-    if isinstance(side, Tensor):
-        address, shape, strides, is_bytes = side.data_ptr(), side.shape, side.stride(), side.dtype == torch.uint8
-    else:
-        address, shape, strides = side.__array_interface__["data"][0], side.shape, side.strides
-        is_bytes = side.dtype is _UINT8 or side.dtype == _UINT8
-    if not is_bytes:
-        raise BufferMismatchError(f"tiles are bytes, not {side.dtype}")
-    return address, shape, strides

@@ -11,7 +11,6 @@ FILLING, COMPLETE when every part is STORED, and in LIMBO once it was aborted wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import IntEnum
 
 
@@ -28,8 +27,3 @@ class PartState(IntEnum):
     def is_final(self) -> bool:
         """Whether nothing more happens to this part."""
         return self >= PartState.STORED
-
-
-def first_aborted(states: Iterable[PartState]) -> int | None:
-    """The number of the first part that was aborted; None where none was."""
-    return next((number for number, state in enumerate(states) if state is PartState.ABORTED), None)

@@ -47,6 +47,7 @@ from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.events import EventKind, Follower
 from headwater.stores.remote.announce import ORIGIN_BYTES
 from headwater.stores.tiers.copier import Copier, NoCopier
+from headwater.stores.tiers.fetch import Fetcher
 from headwater.stores.tiers.listener import Listener
 from headwater.stores.tiers.lower import Counts, LowerTier, RemoteTier
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
@@ -76,6 +77,7 @@ class TieredStore:
         self._tiers = tiers
         self.lookup_s = sum(tier.store.lookup_s for tier in tiers)
         self._counts = Counts()
+        self._fetcher = Fetcher(front, tiers)
         self.mapped = front.mapped
         self.max_pending_bytes = front.max_pending_bytes
         self.max_extent_bytes = min(front.max_extent_bytes, *(tier.store.max_extent_bytes for tier in tiers))
@@ -138,7 +140,7 @@ class TieredStore:
 
     # ---- reading ------------------------------------------------------------------------------------------------
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
-        """See `stores.base.Store.read`: from the fastest tier that has it, and into the first one."""
+        """See `stores.base.Store.read`: from the fastest tier that has it. `fetch` brings chunks to the first one."""
         end = time.monotonic() + (_DEADLINE_S if deadline_s is None else deadline_s)
         statuses = self._front.read(root, pieces, deadline_s)
         self._tally(self._counts, pieces, statuses)
@@ -152,7 +154,6 @@ class TieredStore:
             for i, status in zip(absent, below, strict=True):
                 # What was damaged in one tier and is nowhere else was damaged.
                 statuses[i] = status if status == Status.OK or statuses[i] != Status.DAMAGED else Status.DAMAGED
-            self._promote(tier, root, [p for p, status in zip(wanted, below, strict=True) if status == Status.OK], end)
         return statuses
 
     def judge(self, root: RootRef, piece: Piece, deadline_s: float | None = None) -> Status:
@@ -175,21 +176,9 @@ class TieredStore:
                 statuses[i] = status
         return statuses
 
-    def _promote(self, tier: LowerTier, root: RootRef, pieces: Sequence[Piece], end: float) -> None:
-        """Write what was read to the first tier, as the rank that read it; the last rank makes it complete there."""
-        mine = []
-        for piece in sorted(pieces, key=lambda piece: piece.chunk.number):
-            if piece.chunk.root == root.key:
-                owned, first, step = piece.shard.owned(piece.chunk.number)
-                mine.append(Piece(piece.chunk, owned, piece.tiles[first::step]))
-        left = end - time.monotonic()
-        if mine and left > 0:
-            statuses = self._front.write(root, mine, min(left, 1.0))
-            tier.counts.add(promoted=statuses.count(Status.OK))
-
     def fetch(self, root: RootRef, chunks: Sequence[ChunkRef], deadline_s: float) -> Fetch | None:
         """See `stores.base.Store.fetch`."""
-        return None
+        return self._fetcher.start(root, chunks, deadline_s)
 
     # ---- writing ------------------------------------------------------------------------------------------------
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
@@ -374,6 +363,7 @@ class TieredStore:
             self._front.journal.listeners.remove(self._take_note)
         if self._listener is not None:
             self._listener.close(_CLOSE_S)
+        self._fetcher.close()
         self._copier.close(_CLOSE_S)
         for tier in self._tiers:
             tier.store.close()

@@ -52,7 +52,6 @@ class CpuStorer:
         self._shard = shard
 
     def address(self, segment: Bytes) -> int | None:
-        """See `Storer`."""
         return _address(segment)
 
     def copy(self, work: Gathered, plan: Plan, spans: Sequence[int], starts: list[int], *, blocking: bool) -> Copied:
@@ -88,7 +87,6 @@ class CpuStorer:
         """See `Storer`: they are noted."""
 
     def host_bytes(self, work: Gathered, low: int, high: int) -> Bytes:
-        """See `Storer`: the staging itself."""
         found: Bytes = work.flat[low:high].numpy()
         return found
 
@@ -125,19 +123,15 @@ class CpuPlacer:
         """See `Placer`: every call before has ended."""
 
     def address(self, segment: Bytes) -> int | None:
-        """See `Placer`."""
         return _address(segment)
 
     def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> Plan:
-        """See `Placer`."""
         return plan_chunks(self._view, self._shard, chunks, block_ids)
 
     def expect(self, part: Part, sums: npt.NDArray[np.uint64]) -> None:
-        """See `Placer`."""
         part.sums = sums
 
     def layer_chunks(self, num_layers: int) -> int:
-        """See `Placer`."""
         return _WINDOW_CHUNKS
 
     def take(self, part: Part, layers: range, spans: range) -> Batch | None:
@@ -161,18 +155,15 @@ class CpuPlacer:
         batch.is_late = not carrier.has_damage
 
     def landing(self, num_bytes: int) -> Bytes:
-        """See `Placer`."""
         if self._landing.nbytes < num_bytes:
             self._landing = np.empty(num_bytes, np.uint8)
         return self._landing[:num_bytes]
 
     def bring_landed(self, batch: Batch, host: Bytes, num_good: int) -> None:
-        """See `Placer`: it is put into the blocks from where it landed."""
         batch.flat = torch.from_numpy(host)
         batch.good = torch.arange(len(batch.spans)) < num_good
 
     def put(self, load: Load, batch: Batch, layers: range, num_chunks: int) -> int:
-        """See `Placer`."""
         plan = batch.plan.part(range(num_chunks)) if num_chunks else None
         if plan is None:
             return 0
@@ -187,7 +178,6 @@ class CpuPlacer:
         return plan.staged_bytes(len(layers))
 
     def event(self) -> Event:
-        """See `Placer`."""
         return PAST
 
     def give_back(self, batch: Batch) -> None:
@@ -200,7 +190,6 @@ class CpuPlacer:
         """See `Placer`: nothing is under way."""
 
     def close(self, timeout_s: float) -> None:
-        """See `Placer`."""
         self._threads.close(timeout_s)
 
 

@@ -90,7 +90,6 @@ class CudaStorer:
         return Copied(stream.record(blocking=blocking), pieces)
 
     def hash(self, work: Gathered) -> None:
-        """See `Storer`: beside the first copies."""
         if work.sums is None and work.plan is not None and work.job.targets:
             self._hashes.wait(work.gathered)
             with self._hashes.use():
@@ -101,13 +100,11 @@ class CudaStorer:
             work.hashed, work.sums_here, work.sums = self._hashes.record(blocking=True), here, sums
 
     def touch(self, copied: Copied) -> None:
-        """See `Storer`: let the device translate the addresses that copies go to which wait for others."""
         with self._hashes.use():
             for piece, targets in copied.pieces:
                 touch_extents(piece, targets, self._model_heads, self._view.device)
 
     def take_sums(self, work: Gathered, spans: range) -> None:
-        """See `Storer`."""
         self.hash(work)
         if work.sums_here is not None and work.hashed is not None and work.job.sums is not None:
             work.hashed.synchronize()
@@ -116,7 +113,6 @@ class CudaStorer:
             work.job.sums[spans.start : spans.stop, layer : layer + len(work.layers)] = here
 
     def host_bytes(self, work: Gathered, low: int, high: int) -> Bytes:
-        """See `Storer`: through pinned memory."""
         target, stream = self._bounce.take(high - low), self._copies
         stream.wait(work.gathered)
         with stream.use():
@@ -125,22 +121,18 @@ class CudaStorer:
         return target.numpy()
 
     def synchronize(self) -> None:
-        """See `Storer`."""
         for stream in (self._copies, self._hashes):
             stream.record().synchronize()
 
     def wait_prepared(self) -> None:
-        """See `Storer`."""
         if self._preparer is not None:
             self._preparer.wait()
 
     def stop(self, timeout_s: float) -> None:
-        """See `Storer`."""
         if self._preparer is not None:
             self._preparer.close(timeout_s)
 
     def close(self) -> None:
-        """See `Storer`."""
         self._segments.close()
 
 
@@ -165,25 +157,20 @@ class CudaPlacer:
         self._work = Stream(view.device, urgent=True)
 
     def begin(self, load: Load) -> None:
-        """See `Placer`."""
         self._work.wait(load.asked)
 
     def address(self, segment: Bytes) -> int | None:
-        """See `Placer`."""
         return self._segments.address(segment)
 
     def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> Plan:
-        """See `Placer`."""
         return plan_chunks(self._view, self._shard, chunks, block_ids)
 
     def expect(self, part: Part, sums: npt.NDArray[np.uint64]) -> None:
-        """See `Placer`: in pinned memory, uploaded before the first copy."""
         here = pinned(sums.shape, torch.int64, self._view.device)
         here.numpy()[...] = sums.view(np.int64)
         part.sums = here
 
     def layer_chunks(self, num_layers: int) -> int:
-        """See `Placer`: at most a quarter of the ring."""
         unit = self._layer_bytes * num_layers
         return max(1, min(BATCH_BYTES, self.ring.count * self.ring.slot_bytes // 4) // unit)
 
@@ -227,7 +214,6 @@ class CudaPlacer:
         batch.checked = batch.done = self._work.record()
 
     def landing(self, num_bytes: int) -> Bytes:
-        """See `Placer`."""
         return self._bounce.take(num_bytes).numpy()
 
     def bring_landed(self, batch: Batch, host: Bytes, num_good: int) -> None:
@@ -241,7 +227,6 @@ class CudaPlacer:
         batch.checked.synchronize()
 
     def put(self, load: Load, batch: Batch, layers: range, num_chunks: int) -> int:
-        """See `Placer`."""
         if not num_chunks or not load.gate.enter():
             return 0
         try:
@@ -256,22 +241,17 @@ class CudaPlacer:
         return plan.staged_bytes(len(layers))
 
     def event(self) -> Event:
-        """See `Placer`."""
         return self._work.record()
 
     def give_back(self, batch: Batch) -> None:
-        """See `Placer`."""
         self.ring.give_back(batch.num_bytes)
 
     def reset(self) -> None:
-        """See `Placer`."""
         self.ring.reset()
 
     def synchronize(self) -> None:
-        """See `Placer`."""
         for stream in (self._copies, self._work):
             stream.record().synchronize()
 
     def close(self, timeout_s: float) -> None:
-        """See `Placer`."""
         self._segments.close()
