@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import pytest
 
+from headwater.engine import sizing
 from headwater.pool.pool import open_pool
 from headwater.serve import default_pool
 from headwater.serve.default_pool import choose_pool
 from headwater.stores import embedded
-
-GIB = 1 << 30
+from headwater.stores.embedded import default_capacity
+from headwater.stores.url import parse_url
 
 
 class Place(NamedTuple):
@@ -31,7 +32,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     made.cache.mkdir()
     monkeypatch.setattr(embedded, "SHM_ROOT", str(made.shm))
     monkeypatch.setenv("XDG_CACHE_HOME", str(made.cache))
-    monkeypatch.setattr(default_pool, "MAX_SHM_BYTES", 64 << 20)
+    monkeypatch.setitem(embedded.MAX_DEFAULT_BYTES, "shm", 64 << 20)
     monkeypatch.setattr(default_pool, "MAX_FILE_BYTES", 32 << 20)
     monkeypatch.setattr(default_pool, "MIN_BYTES", 8 << 20)
     return made
@@ -83,14 +84,22 @@ def test_two_servers_that_start_at_once_agree(place: Place, monkeypatch: pytest.
     assert (chosen.url, "24.0 MiB" in chosen.note) == ("shm:///headwater", True)
 
 
-def test_capacity_is_a_part_of_what_is_free(place: Place, set_free: SetFree, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default_pool, "MAX_SHM_BYTES", 8 * GIB)
-    url = default_pool._shm_url()
-    set_free(place.shm, 5 * GIB)
-    monkeypatch.setattr(default_pool, "free_memory", lambda device: 64 * GIB)
-    assert default_pool._room(url) == 4 * GIB
-    monkeypatch.setattr(default_pool, "free_memory", lambda device: 8 * GIB)
-    assert default_pool._room(url) == 2 * GIB
+@pytest.mark.parametrize("first", ["the library", "a server"])
+def test_whoever_comes_first_makes_a_pool_of_the_same_size(
+    place: Place, set_free: SetFree, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Also where little of the memory is free."""
+    monkeypatch.setattr(sizing, "_available", lambda root: 64 << 20)
+    set_free(place.shm, 60 << 20)
+    if first == "the library":
+        with open_pool() as pool:
+            made = pool.stats().store.capacity_bytes
+    else:
+        assert choose_pool().url == "shm:///headwater"
+        with open_pool(create=False) as pool:
+            made = pool.stats().store.capacity_bytes
+    assert made == default_capacity(parse_url("shm:///headwater")) == 48 << 20
+    assert "48.0 MiB in shared memory" in choose_pool().note
 
 
 def test_another_users_pool_is_left_alone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ What one page weighs is said by `kvcache`.
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headwater.errors import EngineConfigError, MemoryBudgetError
+from headwater.stores.host import memory_limits, read_field
 from headwater.stores.url import format_size
 
 if TYPE_CHECKING:
@@ -163,22 +164,6 @@ def _refusal(problem: str, lines: list[str], changes: list[str]) -> str:
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
-class _Cgroup(NamedTuple):
-    """Where one version of control groups keeps its numbers."""
-
-    controller: str
-    mount: str
-    limit: str
-    usage: str
-    reclaimable: str
-
-
-_CGROUPS = (
-    _Cgroup("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    _Cgroup("memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
 def free_memory(device: torch.device | str, *, root: Path = Path("/")) -> int:
     """Bytes that this process could still allocate on `device`.
 
@@ -187,7 +172,7 @@ def free_memory(device: torch.device | str, *, root: Path = Path("/")) -> int:
     """
     kind = device if isinstance(device, str) else device.type
     if kind.partition(":")[0] == "cpu":
-        return min([_available(root), *_left_in_cgroups(root)])
+        return min([_available(root), *(max(0, group.limit - group.used) for group in memory_limits(root=root))])
     import torch
 
     return int(torch.cuda.mem_get_info(torch.device(device))[0])
@@ -223,56 +208,12 @@ def _resident_peak(run: Callable[[], object]) -> int:
 
 
 def _status_bytes(name: str) -> int:
-    number = _field(Path("/proc/self/status"), f"{name}:")
+    number = read_field(Path("/proc/self/status"), f"{name}:")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if number is None else number * 1024
 
 
 def _available(root: Path) -> int:
-    kib = _field(root / "proc/meminfo", "MemAvailable:")
+    kib = read_field(root / "proc/meminfo", "MemAvailable:")
     if kib is None:
         raise MemoryBudgetError("no MemAvailable in /proc/meminfo: cannot tell how much is free; set --num-pages")
     return kib * 1024
-
-
-def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """What each control group above this process leaves of its limit. File cache that can be dropped counts as free."""
-    try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in memberships:
-        _, controllers, path = line.split(":", 2)
-        for group in _CGROUPS:
-            if group.controller in controllers.split(","):
-                mount = root / group.mount
-                for folder in _ancestors(mount, path):
-                    limit, usage = _number(folder / group.limit), _number(folder / group.usage)
-                    if limit is not None and usage is not None:
-                        cache = _field(folder / "memory.stat", group.reclaimable) or 0
-                        yield max(0, limit - max(0, usage - cache))
-
-
-def _ancestors(mount: Path, path: str) -> Iterator[Path]:
-    """From a process's group up to the mount. In a container the path may be the host's; then only the mount exists."""
-    parts = [part for part in path.split("/") if part]
-    if ".." not in parts:
-        for length in range(len(parts), 0, -1):
-            yield mount.joinpath(*parts[:length])
-    yield mount
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None  # "max": no limit
-
-
-def _field(path: Path, name: str) -> int | None:
-    """The number after `name` in a file of `name number …` lines."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(words[1]) for line in lines if (words := line.split())[:1] == [name]), None)

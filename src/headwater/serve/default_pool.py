@@ -15,12 +15,11 @@ from typing import NamedTuple
 from headwater.engine.sizing import free_memory
 from headwater.errors import CapacityError, SettingsMismatchError, StoreError
 from headwater.pool.pool import open_pool
-from headwater.stores.embedded import store_directory
+from headwater.stores.embedded import default_capacity, store_directory
 from headwater.stores.url import DEFAULT_URL, StoreUrl, format_size, parse_url
 
 MIN_BYTES = 256 << 20
 """A smaller pool forgets a long prompt before anyone asks for it again."""
-MAX_SHM_BYTES = 8 << 30
 MAX_FILE_BYTES = 16 << 30
 MAX_PRIVATE_BYTES = 2 << 30
 
@@ -94,20 +93,21 @@ def _capacity(url: str) -> int:
 
 
 def _room(url: StoreUrl) -> int:
-    """The capacity of a new pool: a part of what is free there, and of memory where that is what it is made of."""
-    directory = store_directory(url)
-    if url.scheme == "shm" and not os.path.isdir(os.path.dirname(directory)):
-        raise CapacityError(f"there is no {os.path.dirname(directory)} here")
-    while not os.path.exists(directory):
-        directory = os.path.dirname(directory)
-    free = shutil.disk_usage(directory).free
+    """The capacity of a new pool: in shared memory what every pool there gets by default, whoever makes it; in a cache
+    directory a fifth of what is free."""
+    directory = Path(store_directory(url))
     if url.scheme == "shm":
-        room = min(MAX_SHM_BYTES, free * 8 // 10, free_memory("cpu") // 4)
+        room = default_capacity(url)
     else:
-        room = min(MAX_FILE_BYTES, free // 5)
+        room = min(MAX_FILE_BYTES, _free(directory) // 5)
     if room < MIN_BYTES:
         raise CapacityError(
-            f"{directory} has {format_size(free)} free: a pool there would have {format_size(room)}, less than "
-            f"{format_size(MIN_BYTES)}"
+            f"{directory.parent} has {format_size(_free(directory))} free: a pool there would have "
+            f"{format_size(room)}, less than {format_size(MIN_BYTES)}"
         )
     return room
+
+
+def _free(directory: Path) -> int:
+    """Bytes that are free where a directory is, or would be."""
+    return shutil.disk_usage(next(folder for folder in (directory, *directory.parents) if folder.exists())).free

@@ -52,11 +52,13 @@ from headwater.stores.embedded.layout import (
 from headwater.stores.embedded.members import LocalMembers, Members, SharedMembers, new_group
 from headwater.stores.embedded.store import DEFAULT_DEADLINE_S, EmbeddedStore
 from headwater.stores.embedded.units import ABSENT_UNIT
-from headwater.stores.host import boot_id
+from headwater.stores.host import boot_id, memory_bytes
 from headwater.stores.policy import POLICIES, create_policy
 from headwater.stores.url import StoreUrl, format_size
 
 SHM_ROOT = "/dev/shm"
+MAX_DEFAULT_BYTES = {"memory": 2 << 30, "shm": 8 << 30, "file": 64 << 30}
+"""The most that a store gets whose URL names no capacity."""
 _OPEN_DEADLINE_S = 10.0
 
 
@@ -127,12 +129,18 @@ def destroy(url: StoreUrl) -> None:
 
 
 def default_capacity(url: StoreUrl) -> int:
-    """What a store gets when its URL says nothing: for shm min(8 GiB, 25 % of RAM, 80 % of what /dev/shm has free)."""
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """What a store gets when its URL says nothing, whoever opens it first.
+
+    For shm:// the least of 8 GiB, a quarter of the memory that this process may use, and 80 % of what /dev/shm has
+    free. Raises CapacityError where there is no /dev/shm.
+    """
+    most, part = MAX_DEFAULT_BYTES[url.scheme], memory_bytes() // 4
     if url.scheme == "memory":
-        return min(2 << 30, ram // 4)
-    free = shutil.disk_usage(_existing(store_directory(url))).free
-    return min(8 << 30, ram // 4, free * 8 // 10) if url.scheme == "shm" else min(64 << 30, free * 8 // 10)
+        return min(most, part)
+    if url.scheme == "shm" and not os.path.isdir(SHM_ROOT):
+        raise CapacityError(f"there is no {SHM_ROOT} here")
+    room = min(most, shutil.disk_usage(_existing(store_directory(url))).free * 8 // 10)
+    return min(room, part) if url.scheme == "shm" else room
 
 
 def _existing(directory: str) -> str:
