@@ -18,9 +18,9 @@ from headwater.errors import DeadlineError, InvalidArgumentError, StoreClosedErr
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import (
-    ChunkInfo,
     Filled,
     Loan,
+    MappedStore,
     Piece,
     Place,
     Progress,
@@ -29,10 +29,7 @@ from headwater.stores.base import (
     Run,
     SpaceRef,
     Status,
-    StoreStats,
-    TierStats,
     Tiles,
-    VerifyReport,
 )
 from headwater.stores.embedded.admin import Admin
 from headwater.stores.embedded.core import Core
@@ -46,6 +43,7 @@ from headwater.stores.embedded.reader import ChunkLease, Reader
 from headwater.stores.embedded.ticket import Ticket, close_all
 from headwater.stores.embedded.writer import Writer
 from headwater.stores.events import EventKind, Follower
+from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
 
 DEFAULT_DEADLINE_S = 1.0
 
@@ -63,10 +61,14 @@ class EmbeddedStore:
         self._writer = Writer(core)
         self._admin = Admin(core, self._reader)
         self._exporter = Exporter(core, self._reader)
-        self.mapped = core.data.mapped
         self.lookup_s = 0.0
         g = core.geometry
         self.max_extent_bytes = min(g.segment_bytes, g.data_bytes // PENDING_SHARE)
+
+    @property
+    def mapped(self) -> MappedStore | None:
+        """See `stores.base.Store.mapped`."""
+        return self if self._core.data.mapped else None
 
     def _open(self) -> AbstractContextManager[Core]:
         if self._release is None:
