@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from headwater.pool.buffers import RawBuffer
     from headwater.pool.pool import Pool, PoolStats, open_pool
     from headwater.pool.space import Match, RequestLease, Space
-    from headwater.stores.base import ChunkInfo, Piece, Status, StoreStats, VerifyReport
+    from headwater.stores.base import Piece, Status
+    from headwater.stores.stats import ChunkInfo, StoreStats, VerifyReport
 
 __version__ = "0.1.0"
 
@@ -70,7 +71,8 @@ _HOMES = {
     "headwater.pool.buffers": "RawBuffer",
     "headwater.pool.pool": "Pool PoolStats open_pool",
     "headwater.pool.space": "Match RequestLease Space",
-    "headwater.stores.base": "ChunkInfo Piece Status StoreStats VerifyReport",
+    "headwater.stores.base": "Piece Status",
+    "headwater.stores.stats": "ChunkInfo StoreStats VerifyReport",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

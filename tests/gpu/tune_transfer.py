@@ -26,7 +26,7 @@ from headwater.kv.format import checksum
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, whole_shard
 from headwater.transfer.convert import Plan, Span, build_move, gather, plan_spans, scatter
-from headwater.transfer.copy import copy_pieces, copy_tiles, register_host
+from headwater.transfer.copy import Copy, Rows, join_copies, register_host, run_copies
 from headwater.transfer.verify import staged_checksums, verify_staged
 from headwater.transfer.view import PagedView, view_tensors
 
@@ -132,6 +132,26 @@ def tune_checksums(staging: torch.Tensor) -> None:
         print(f"xxh3 of {count} tiles: default {rate(tiles.numel(), lambda: xxh3_tiles(tiles)):.0f} GB/s; best")
         for speed, config in results[:5]:
             print(f"  {config}: {speed:.0f} GB/s")
+
+
+def copy_pieces(targets, sources) -> None:
+    """Pieces of rows at one pitch each: (rows…, contiguous bytes), between the device and registered memory."""
+
+    def place(side):
+        if isinstance(side, torch.Tensor):
+            return side.data_ptr(), side.shape, side.stride()
+        return side.ctypes.data, side.shape, side.strides
+
+    def pieces():
+        for (to, shape, to_strides), (of, _, of_strides) in zip(map(place, targets), map(place, sources), strict=True):
+            width = shape[-1] if len(shape) < 3 else shape[1] * shape[2]
+            yield Copy(to, of, Rows(width, shape[0] if len(shape) > 1 else 1, to_strides[0], of_strides[0]))
+
+    run_copies(join_copies(pieces()), torch.device("cuda", torch.cuda.current_device()))
+
+
+def copy_tiles(target, source) -> None:
+    copy_pieces([target], [source])
 
 
 def measure_way(view: PagedView, blocks: list[int], staging: torch.Tensor, mapping: np.ndarray) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from headwater.kv.topology import Topology
 from headwater.pool import Space, open_pool
-from headwater.stores.base import Status
+from headwater.stores.base import Filled, Status
 
 from support import empty_tiles, gqa, identity, local_tiles
 
@@ -184,7 +184,7 @@ def reserve_then_stop(url: str) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
     tiles[:] = 0xEE
     sums = [checksum(tiles[i, j]) for i in range(tiles.shape[0]) for j in range(tiles.shape[1])]
-    status = reservation.commit(shard.layers, shard.heads, 0, sums)
+    (status,) = space.commit([Filled(reservation, shard.layers, shard.heads, 0, sums)])
     reservation.close()
     say(status.name)
     hear()

@@ -257,7 +257,7 @@ class SilentStore:
     """A store that answers some calls only after half a minute (or when it is told that the test is over)."""
 
     lookup_s = 0.2
-    mapped = False
+    mapped = None
 
     def __init__(self, inner: Any, over: threading.Event) -> None:
         self._inner = inner

@@ -21,7 +21,8 @@ import pytest
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Pool, open_pool
 from headwater.pool.space import Space
-from headwater.stores.base import Status, TierStats
+from headwater.stores.base import Status
+from headwater.stores.stats import TierStats
 
 from faults import FaultProxy, fault_proxy
 from servers import Server, free_port, listens, mooncake_master, redis_server

@@ -22,9 +22,10 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Pool, open_pool
 from headwater.pool.space import Space
-from headwater.stores.base import Piece, Status, TierStats
+from headwater.stores.base import Piece, Status
 from headwater.stores.events import EventKind
 from headwater.stores.remote.redis import RedisClient
+from headwater.stores.stats import TierStats
 from headwater.stores.tiers import copier
 from headwater.stores.tiers.lower import RemoteTier
 

@@ -13,7 +13,7 @@ import pytest
 from headwater.errors import BufferMismatchError, InvalidArgumentError, StoreClosedError, StoreError, TopologyError
 from headwater.kv.topology import Shard, Split, Topology, whole_shard
 from headwater.pool import Pool, Space, open_pool
-from headwater.stores.base import Status
+from headwater.stores.base import Filled, Status
 
 from support import gqa, identity, local_tiles, temporary_url
 
@@ -63,7 +63,7 @@ def test_checksums_for_tiles_that_are_not_there() -> None:
             (range(2), range(4), 0, [-1] * 8),
         ):
             with pytest.raises((InvalidArgumentError, TopologyError)):
-                reservation.commit(layers, heads, part, sums)
+                space.commit([Filled(reservation, layers, heads, part, sums)])
         reservation.abort()
         assert pool.verify().clean
         assert pool.stats().store.rebuilds == 0
@@ -170,7 +170,8 @@ def test_a_forked_child_has_none_of_its_parents_leases_and_reservations(tmp_path
         pid = os.fork()
         if pid == 0:
             store: Any = space._store
-            ok = reservation.tiles is None and reservation.commit(range(2), range(4), 0, [0] * 8) == Status.LOST
+            filled = Filled(reservation, range(2), range(4), 0, [0] * 8)
+            ok = reservation.tiles is None and space.commit([filled]) == [Status.LOST]
             space.release("r")
             ok = ok and space.lease(match, "r").held and len(store._core.members.published()) == 2
             os._exit(0 if ok else 1)
@@ -189,7 +190,7 @@ def test_a_reservation_outlives_its_store_harmlessly(scheme: str, tmp_path: Path
         with pytest.raises(StoreClosedError):
             _ = reservation.tiles
         with pytest.raises(StoreClosedError):
-            reservation.commit(range(2), range(4), 0, [0] * 8)
+            space.commit([Filled(reservation, range(2), range(4), 0, [0] * 8)])
         reservation.abort()
         reservation.close()
 

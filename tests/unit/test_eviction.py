@@ -9,7 +9,7 @@ import pytest
 
 from headwater.kv.topology import whole_shard
 from headwater.pool import Pool, Space, open_pool
-from headwater.stores.base import Status
+from headwater.stores.base import Filled, Status
 from headwater.stores.embedded import janitor
 from headwater.stores.embedded.index import Entry
 
@@ -251,7 +251,7 @@ def test_an_over_age_reservation_is_given_up(pool: Pool, monkeypatch: pytest.Mon
     monkeypatch.setattr(janitor, "MAX_PENDING_NS", 0)
     (new,) = space.reserve([chunk], SHARD)
     assert (old.status, new.status) == (Status.OK, Status.OK)
-    assert old.commit(SHARD.layers, SHARD.heads, 0, [0] * 8) == Status.LOST
+    assert space.commit([Filled(old, SHARD.layers, SHARD.heads, 0, [0] * 8)]) == [Status.LOST]
     old.close()
     new.abort()
     assert pool.verify().clean
@@ -261,9 +261,9 @@ def test_two_different_contents_for_one_tile_lose_the_chunk(pool: Pool) -> None:
     space = space_of(pool)
     (chunk,) = space.keys([1] * 8).chunks()
     (reservation,) = space.reserve([chunk], SHARD)
-    assert reservation.commit(range(1), range(4), 0, [1, 2, 3, 4]) == Status.OK
-    assert reservation.commit(range(1), range(4), 0, [1, 2, 3, 4]) == Status.OK
-    assert reservation.commit(range(1), range(4), 0, [1, 2, 3, 5]) == Status.LOST
+    assert space.commit([Filled(reservation, range(1), range(4), 0, [1, 2, 3, 4])]) == [Status.OK]
+    assert space.commit([Filled(reservation, range(1), range(4), 0, [1, 2, 3, 4])]) == [Status.OK]
+    assert space.commit([Filled(reservation, range(1), range(4), 0, [1, 2, 3, 5])]) == [Status.LOST]
     reservation.close()
     assert pool.stats().store.chunks == 0
     assert pool.verify().clean

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Match, Pool, Space, open_pool
-from headwater.stores.base import Status
+from headwater.stores.base import Filled, Status
 
 from support import empty_tiles, gqa, identity, local_tiles, temporary_url
 
@@ -133,7 +133,7 @@ class PoolModel(RuleBasedStateMachine):
             assert tiles is not None
             tiles[:] = local_tiles(SPEC, chunk, shard)
             sums = [checksum(tiles[i, j]) for i in range(2) for j in range(2)]
-            done = reservation.commit(shard.layers, shard.heads, 0, sums)
+            (done,) = space.commit([Filled(reservation, shard.layers, shard.heads, 0, sums)])
             reservation.close()
             self.settle({chunk.key: chunk} if done == Status.OK else {})
 

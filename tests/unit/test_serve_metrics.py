@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headwater.serve.messages import Stats, decode_from_engine, encode
 from headwater.serve.metrics import Counter, Histogram, Info, ServerMetrics
-from headwater.stores.base import TierStats
+from headwater.stores.stats import TierStats
 
 SAMPLE = re.compile(r'^([a-z_]+)(\{([a-z]+="(?:[^"\\\n]|\\["\\n])*",?)+\})? (\+Inf|-?[0-9.e+-]+)$')
 

@@ -18,7 +18,7 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.pool import open_pool
 from headwater.pool.buffers import RawBuffer
-from headwater.stores.base import Status
+from headwater.stores.base import Filled, Status
 from headwater.transfer.convert import Span, gather, plan_spans, scatter
 from headwater.transfer.verify import staged_checksums, verify_staged
 
@@ -161,7 +161,7 @@ def test_gather_straight_into_a_reserved_extent() -> None:
             part = extent[layer : layer + 1, shard.heads.start : shard.heads.stop]
             gather(plan, range(layer, layer + 1), [part])
             sums = unsigned(staged_checksums(plan, torch.from_numpy(part.reshape(-1).copy()), 1))
-            reservation.commit(range(layer, layer + 1), shard.heads, 0, sums)
+            space.commit([Filled(reservation, range(layer, layer + 1), shard.heads, 0, sums)])
         reservation.close()
         assert space.write([chunk], other, [space.empty(chunk, other)])[0].stored
         with space.borrow(chunk, shard) as stored:

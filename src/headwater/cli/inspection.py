@@ -14,7 +14,7 @@ from headwater.cli.listing import RootRow, Selection, by_root, chunk_as_dict, sp
 from headwater.cli.output import HUMAN_ROWS, age, console, one_line, plural, print_json, progress, table
 from headwater.cli.target import open_existing, unreachable
 from headwater.errors import BackendError
-from headwater.stores.base import ChunkInfo, StoreStats
+from headwater.stores.stats import ChunkInfo, StoreStats
 from headwater.stores.url import format_size
 
 Row = TypeVar("Row")

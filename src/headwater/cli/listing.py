@@ -10,7 +10,7 @@ from headwater.cli.output import plural
 from headwater.errors import InvalidArgumentError, SpecError
 from headwater.kv.spec import KVSpec
 from headwater.pool.tenants import tenant_tag
-from headwater.stores.base import ChunkInfo
+from headwater.stores.stats import ChunkInfo
 
 _MIN_DIGITS = 4
 

@@ -28,7 +28,7 @@ from headwater.engine.sampler import SamplingBatch, make_sampling_batch, unpack_
 from headwater.engine.scheduler import Scheduler, Step
 from headwater.errors import EngineConfigError, EngineDeadError, EngineError, RequestError
 from headwater.models.checkpoint import Checkpoint, open_checkpoint
-from headwater.stores.base import TierStats
+from headwater.stores.stats import TierStats
 
 LOAD_WAIT_S = 0.05
 """How long a step waits for the pool when it has nothing else to do; then its caller may look around."""

@@ -27,7 +27,7 @@ from headwater.kv.identity import Identity
 from headwater.models.checkpoint import Checkpoint
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
-from headwater.stores.base import TierStats
+from headwater.stores.stats import TierStats
 
 LOAD_POLL_S = 0.0005
 

@@ -13,7 +13,7 @@ from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job, Loaded
 from headwater.connector.scheduler import SchedulerHalf
 from headwater.connector.stats import TransferStats
-from headwater.stores.base import TierStats
+from headwater.stores.stats import TierStats
 
 if TYPE_CHECKING:
     from headwater.engine.request import Request

@@ -19,9 +19,10 @@ from headwater.locks import ForkSafeLock
 from headwater.pool.space import Space
 from headwater.pool.tenants import tenant_tag
 from headwater.stores import open_urls
-from headwater.stores.base import ChunkInfo, Progress, SpaceRef, Store, StoreStats, TierStats, VerifyReport
+from headwater.stores.base import Progress, SpaceRef, Store
 from headwater.stores.config import find_pool
 from headwater.stores.events import Follower
+from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
 from headwater.stores.url import DEFAULT_URL, format_size
 
 

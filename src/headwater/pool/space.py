@@ -26,6 +26,7 @@ from headwater.stores.base import (
     Filled,
     Lease,
     Loan,
+    MappedStore,
     Piece,
     Place,
     Reservation,
@@ -87,6 +88,7 @@ class Space:
         tenant_secret: bytes | None = None,
     ) -> None:
         self._store = store
+        self._mapped = store.mapped
         self._tenant_secret = tenant_secret
         self.ref = ref
         self.identity = identity
@@ -310,36 +312,35 @@ class Space:
         return self._store.fetch(self._root_of(chunks[0].root), chunks, deadline_s) if chunks else None
 
     def segment(self, number: int) -> Tiles | None:
-        """See `Store.segment`."""
-        return self._store.segment(number)
+        """See `MappedStore.segment`; None also where the store is not mapped."""
+        return None if self._mapped is None else self._mapped.segment(number)
 
     def reserve(
         self, chunks: Sequence[ChunkRef], shard: Shard, *, deadline_s: float | None = None
     ) -> list[Reservation]:
         """Open extents for filling in place (mapped stores only). Close each reservation when its writing has ended."""
-        if not self._store.mapped:
-            raise InvalidArgumentError("this store is not mapped; use write")
+        mapped = self._in_place("write")
         roots = {chunk.root for chunk in chunks}
         if len(roots) > 1:
             raise InvalidArgumentError("chunks of several tenants or adapters cannot be reserved in one call")
         if not roots:
             return []
-        return list(self._store.reserve(self._root_of(chunks[0].root), chunks, shard.split, deadline_s))
+        return list(mapped.reserve(self._root_of(chunks[0].root), chunks, shard.split, deadline_s))
 
     def places(self, extents: Sequence[Reservation]) -> list[Place | None]:
         """Where some reserved extents lie; None where there is none (any more)."""
-        return self._store.places(extents)
+        return self._in_place("write").places(extents)
 
     def noted(self, extents: Sequence[Reservation], shard: Shard) -> list[int]:
         """How many of this shard's tiles are already in each of some reserved extents. Who finds any must leave them
         alone: the same prompt may have been computed twice, and the two results may differ in the last bit."""
-        return self._store.noted(extents, shard.layers, shard.heads, shard.part) if extents else []
+        return self._in_place("write").noted(extents, shard.layers, shard.heads, shard.part) if extents else []
 
     def commit(self, filled: Sequence[Filled], *, deadline_s: float | None = None) -> list[Status]:
         """Commit what was filled in reserved extents, all in one transaction. Does not close the reservations."""
         if not filled:
             return []
-        statuses = self._store.commit(filled, deadline_s)
+        statuses = self._in_place("write").commit(filled, deadline_s)
         self._tally("write", 0, statuses)
         return statuses
 
@@ -354,13 +355,13 @@ class Space:
         """`commit` of this shard's tiles of many chunks, with checksums (chunks, layers, heads): the fastest way."""
         if not extents:
             return []
-        statuses = self._store.commit_shard(extents, shard, sums, deadline_s)
+        statuses = self._in_place("write").commit_shard(extents, shard, sums, deadline_s)
         self._tally("write", 0, statuses)
         return statuses
 
     def close_all(self, extents: Sequence[Reservation]) -> None:
         """Stop writing into some reserved extents."""
-        self._store.close_all(extents)
+        self._in_place("write").close_all(extents)
 
     def abort(self, chunks: Sequence[ChunkRef]) -> int:
         """Give up chunks that this rank's group is writing, so that their room is free at once; how many those were.
@@ -379,7 +380,7 @@ class Space:
         """
         for chunk in chunks:
             self._shape(chunk, shard)
-        return self._store.lend(self._any_root, chunks, shard)
+        return self._in_place("read").lend(self._any_root, chunks, shard)
 
     def note_taken(self, num_pieces: int, num_bytes: int) -> None:
         """Count what was copied out of a loan and found right, as `read` counts what it brings."""
@@ -388,7 +389,7 @@ class Space:
     @property
     def mapped(self) -> bool:
         """Whether extents can be filled and seen in place: `reserve`, `borrow` and `lend` work."""
-        return self._store.mapped
+        return self._mapped is not None
 
     @property
     def max_pending_bytes(self) -> int:
@@ -409,9 +410,7 @@ class Space:
     @contextmanager
     def borrow(self, chunk: ChunkRef, shard: Shard) -> Iterator[Tiles | None]:
         """A verified, read-only view of stored tiles, valid inside the `with`; None where there is nothing to see."""
-        if not self._store.mapped:
-            raise InvalidArgumentError("this store is not mapped; use read")
-        outcome = self._store.borrow(self._any_root, chunk, shard)
+        outcome = self._in_place("read").borrow(self._any_root, chunk, shard)
         if isinstance(outcome, Status):
             yield None
             return
@@ -435,6 +434,12 @@ class Space:
             return False
         last = match.chunks[-1]
         return self._store.pin(self._any_root, last.key, pinned) == Status.OK
+
+    def _in_place(self, instead: str) -> MappedStore:
+        """The store, for what needs mapped memory. Raises InvalidArgumentError where there is none."""
+        if self._mapped is None:
+            raise InvalidArgumentError(f"this store is not mapped; use {instead}, or put shm:// before it")
+        return self._mapped
 
     # ---- helpers ------------------------------------------------------------------------------------------------
     def _root_or_any(self, key: bytes) -> RootRef:

@@ -14,7 +14,7 @@ import msgspec
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineError
-from headwater.stores.base import TierStats
+from headwater.stores.stats import TierStats
 
 MAX_FRAME_BYTES = 64 << 20
 """A million token ids are 5 MiB; whatever announces more than this is not one of our frames."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from headwater.serve.messages import Stats
-from headwater.stores.base import TierStats
+from headwater.stores.stats import TierStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

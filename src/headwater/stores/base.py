@@ -1,4 +1,4 @@
-"""The store protocol: what the pool asks of a place where bytes live.
+"""The store protocols: what the pool asks of a place where bytes live, and what it asks of those that are mapped.
 
 Calls are batched and answer with one `Status` per item; an exception means that the call itself was wrong or that
 the store cannot be used at all. Nothing here says how a store keeps its promises.
@@ -18,6 +18,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
 from headwater.stores.events import Follower
+from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
 
 Tiles = npt.NDArray[np.uint8]
 """Bytes of one shard's piece of one chunk: shape (layers, heads, bytes of a tile part), the last axis contiguous."""
@@ -87,102 +88,6 @@ class Run(NamedTuple):
     tails: tuple[int, ...]
 
 
-class ChunkInfo(NamedTuple):
-    """One complete chunk, for listings."""
-
-    key: bytes
-    space: dict[str, Any]
-    root: dict[str, Any]
-    number: int
-    num_tokens: int
-    num_bytes: int
-    is_tail: bool
-    pinned: bool
-    leased: bool
-    last_used_ns: int
-
-
-@dataclass(frozen=True)
-class TierStats:
-    """What one process did with one tier, and whether the tier is in use. Figures of the copying are those of the one
-    process that does it."""
-
-    url: str
-    write: str
-    """How it is filled: `first`, `through`, `back` or `demote`."""
-    hits: int = 0
-    hit_bytes: int = 0
-    misses: int = 0
-    promoted: int = 0
-    """Chunks' pieces that were read here and are in the first tier since."""
-    stored: int = 0
-    stored_bytes: int = 0
-    waiting: int = 0
-    """Chunks known to be missing here, to be copied."""
-    dropped: int = 0
-    """Chunks that were gone from the first tier before they could be copied."""
-    full: int = 0
-    failed: int = 0
-    damaged: int = 0
-    breaker: str = "closed"
-    breaker_trips: int = 0
-    breaker_reason: str = ""
-    events: str = "host"
-    """Whose events of this tier reach followers here: `host` (all processes of this one) or `fleet` (all hosts)."""
-    heard: int = 0
-    """Events of other hosts that this process has brought."""
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """A store at one moment. Byte counts are exact; event counts are since the store was created, or since noise in the
-    index destroyed them."""
-
-    url: str
-    capacity_bytes: int
-    data_bytes: int
-    used_bytes: int
-    pending_bytes: int
-    index_bytes: int
-    index_used_bytes: int
-    chunks: int
-    members: int
-    stored: int
-    stored_bytes: int
-    evicted: int
-    damaged: int
-    aborted: int
-    rebuilds: int
-    tiers: tuple[TierStats, ...] = ()
-    """Fastest first; empty where there is one only."""
-
-    @property
-    def name(self) -> str:
-        """The URLs of all tiers."""
-        return ",".join(tier.url for tier in self.tiers) or self.url
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """What a full check found. `clean` means that nothing was wrong in what was checked; damaged chunks have been
-    removed."""
-
-    chunks: int
-    tiles: int
-    bytes: int
-    damaged: int
-    lost: int
-    """Good chunks that continued a damaged one, and went with it."""
-    problems: tuple[str, ...]
-    unchecked: tuple[str, ...] = ()
-    """Tiers that could not be looked through, and why."""
-
-    @property
-    def clean(self) -> bool:
-        """No damage and no broken invariant."""
-        return not self.damaged and not self.problems
-
-
 class Lease(Protocol):
     """Keeps one chunk, and so its whole prefix, from eviction. Released by `release`, `with`, or the holder's death."""
 
@@ -205,12 +110,6 @@ class Reservation(Protocol):
     @property
     def tiles(self) -> Tiles | None:
         """The extent's bytes as (layers, heads, tile bytes), to be filled in place; None where there is no extent."""
-
-    def commit(self, layers: range, heads: range, part: int, sums: Sequence[int]) -> Status:
-        """Say that these tiles (or this part of them) are in place, with their checksums in [layer][head] order."""
-
-    def noted(self, layers: range, heads: range, part: int) -> int:
-        """How many of these tiles' checksums were committed before: who finds any must not fill them again."""
 
     def abort(self) -> None:
         """Give the chunk up for the whole group."""
@@ -268,9 +167,9 @@ class Fetch(Protocol):
 
 
 class Store(Protocol):
-    """Where bytes live. Safe from many threads; embedded stores also from many processes."""
+    """Where bytes live: to find, read, write and administer them. Safe from many threads; embedded stores also from
+    many processes."""
 
-    mapped: bool
     lookup_s: float
     """How long looking something up may take; 0 where it reads memory of this host and waits for nobody."""
     max_extent_bytes: int
@@ -283,6 +182,11 @@ class Store(Protocol):
     def home(self) -> str:
         """Names what chunks are written to: processes with the same one can fill a chunk together, others cannot."""
 
+    @property
+    def mapped(self) -> MappedStore | None:
+        """The same store, where its extents can be filled and seen in place; None where they cannot."""
+
+    # ---- finding ------------------------------------------------------------------------------------------------
     def check_space(self, space: SpaceRef) -> None:
         """Raise SpecMismatchError if this identity is stored under another spec."""
 
@@ -295,6 +199,10 @@ class Store(Protocol):
     def touch(self, key: bytes) -> None:
         """Note a use of this chunk, and so of its prefix."""
 
+    def lease(self, root: RootRef, key: bytes) -> Lease | None:
+        """Keep a chunk and its prefix from eviction; None if it is not there or the process holds too many."""
+
+    # ---- moving bytes -------------------------------------------------------------------------------------------
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         """Copy into the callers' memory and verify there. Memory of an item that is not OK holds garbage."""
 
@@ -309,55 +217,16 @@ class Store(Protocol):
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         """Copy from the callers' memory, parents before children."""
 
+    def abandon(self, keys: Sequence[bytes]) -> int:
+        """Abort chunks that this process's group has begun and not completed; how many there were."""
+
     def fetch(self, root: RootRef, chunks: Sequence[ChunkRef], deadline_s: float) -> Fetch | None:
         """Bring consecutive chunks of one chain into the first tier, whole, from the nearest tier that has each; None
         where there is nothing to do: all of them are there, or there is one tier only. Does not wait."""
 
-    def segment(self, number: int) -> Tiles | None:
-        """All bytes of one segment of a mapped store, which gets its storage now if it had none; None where there is
-        none to be had. Slow for a new one: for whoever wants all of them ready before they are needed."""
-
-    def reserve(
-        self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline_s: float | None = None
-    ) -> Sequence[Reservation]:
-        """Open extents for writing in place (mapped stores only)."""
-
-    def commit(self, filled: Sequence[Filled], deadline_s: float | None = None) -> list[Status]:
-        """`Reservation.commit` of many, in one transaction. All must be reservations of this store."""
-
-    def places(self, reservations: Sequence[Reservation]) -> list[Place | None]:
-        """Where reserved extents lie; None where there is none (any more), or the store is not mapped."""
-
-    def commit_shard(
-        self,
-        reservations: Sequence[Reservation],
-        shard: Shard,
-        sums: npt.NDArray[np.uint64],
-        deadline_s: float | None = None,
-    ) -> list[Status]:
-        """`commit` of the same tiles of many chunks, their checksums as (chunks, layers, heads): the fastest way."""
-
-    def close_all(self, reservations: Sequence[Reservation]) -> None:
-        """`Reservation.close` of many. All must be reservations of this store."""
-
-    def noted(self, reservations: Sequence[Reservation], layers: range, heads: range, part: int) -> list[int]:
-        """`Reservation.noted` of many. All must be reservations of this store."""
-
-    def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
-        """Where consecutive chunks lie, unverified, under one lease, with their checksums (mapped stores only): those
-        that are complete, and those pending, of any server, that have the checksums of all tiles of this shard."""
-
-    def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[Lease, Tiles] | Status:
-        """A verified, read-only view of the stored bytes, valid until the lease is released (mapped stores only)."""
-
-    def lease(self, root: RootRef, key: bytes) -> Lease | None:
-        """Keep a chunk and its prefix from eviction; None if it is not there or the process holds too many."""
-
+    # ---- administration -----------------------------------------------------------------------------------------
     def pin(self, root: RootRef, key: bytes, pinned: bool) -> Status:
         """Keep a chunk and its prefix until further notice, across processes and restarts."""
-
-    def abandon(self, keys: Sequence[bytes]) -> int:
-        """Give up chunks that this process's group has begun and not completed; how many there were."""
 
     def remove(self, root: RootRef, keys: Sequence[bytes]) -> list[Status]:
         """Forget chunks, and with them what hangs below."""
@@ -385,3 +254,46 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Let go. Idempotent."""
+
+
+class MappedStore(Store, Protocol):
+    """A store whose extents can be addressed: filled in place by the ranks of a server, and read where they lie."""
+
+    def segment(self, number: int) -> Tiles | None:
+        """All bytes of one segment, which gets its storage now if it had none; None where there is none to be had. Slow
+        for a new one: for whoever wants all of them ready before they are needed."""
+
+    # ---- filling ------------------------------------------------------------------------------------------------
+    def reserve(
+        self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline_s: float | None = None
+    ) -> Sequence[Reservation]:
+        """Open extents for writing in place. What follows takes reservations of this very store."""
+
+    def places(self, reservations: Sequence[Reservation]) -> list[Place | None]:
+        """Where reserved extents lie; None where there is none (any more)."""
+
+    def noted(self, reservations: Sequence[Reservation], layers: range, heads: range, part: int) -> list[int]:
+        """How many of these tiles' checksums each has already: who finds any must not fill them again."""
+
+    def commit(self, filled: Sequence[Filled], deadline_s: float | None = None) -> list[Status]:
+        """Say that tiles are in place, all in one transaction. The last one of a chunk makes it visible."""
+
+    def commit_shard(
+        self,
+        reservations: Sequence[Reservation],
+        shard: Shard,
+        sums: npt.NDArray[np.uint64],
+        deadline_s: float | None = None,
+    ) -> list[Status]:
+        """`commit` of the same tiles of many chunks, their checksums as (chunks, layers, heads): the fastest way."""
+
+    def close_all(self, reservations: Sequence[Reservation]) -> None:
+        """`Reservation.close` of many."""
+
+    # ---- reading in place ---------------------------------------------------------------------------------------
+    def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
+        """Where consecutive chunks lie, unverified, under one lease, with their checksums: those that are complete, and
+        those pending, of any server, that have the checksums of all tiles of this shard."""
+
+    def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[Lease, Tiles] | Status:
+        """A verified, read-only view of the stored bytes, valid until the lease is released."""

@@ -17,8 +17,9 @@ from headwater.cli.demo.servers import Server, run_server, uninterrupted
 from headwater.errors import StoreError, UrlError
 from headwater.kv.topology import Topology
 from headwater.pool import Pool, open_pool
-from headwater.stores.base import Progress, StoreStats
+from headwater.stores.base import Progress
 from headwater.stores.embedded import destroy
+from headwater.stores.stats import StoreStats
 from headwater.stores.url import parse_url
 
 SERVERS = (

@@ -15,13 +15,14 @@ from headwater.kv.format import part_checksums
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Split
-from headwater.stores.base import ChunkInfo, Progress, Status, StoreStats, VerifyReport
+from headwater.stores.base import Progress, Status
 from headwater.stores.embedded.audit import audit
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.janitor import orphans
 from headwater.stores.embedded.layout import CELL, CHUNK, COMPLETE, LIMBO, PENDING, ROOT, SPACE, Word
 from headwater.stores.embedded.reader import Reader
+from headwater.stores.stats import ChunkInfo, StoreStats, VerifyReport
 
 _ADMIN_DEADLINE_S = 10.0
 _SWEEP_BATCH = 1000

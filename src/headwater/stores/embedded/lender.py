@@ -56,7 +56,7 @@ class Lender:
         self._reader = reader
 
     def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
-        """See `stores.base.Store.lend`. Some microseconds a chunk."""
+        """See `stores.base.MappedStore.lend`. Some microseconds a chunk."""
         spec, data = root.space.spec, self._core.data
         if not isinstance(data, MappedData) or shard.split.parts != 1:
             raise HeadwaterError("only whole tiles of a mapped store can be lent; use read")

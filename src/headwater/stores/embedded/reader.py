@@ -358,7 +358,7 @@ class Reader:
         self._known.clear()
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[ChunkLease, Tiles] | Status:
-        """See `stores.base.Store.borrow`."""
+        """See `stores.base.MappedStore.borrow`."""
         if not self._core.data.mapped or shard.split.parts != 1:
             raise HeadwaterError("only whole tiles of a mapped store can be borrowed; use read")
         lease = self.lease(root, chunk.key)

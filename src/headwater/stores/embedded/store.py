@@ -18,9 +18,9 @@ from headwater.errors import DeadlineError, InvalidArgumentError, StoreClosedErr
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import (
-    ChunkInfo,
     Filled,
     Loan,
+    MappedStore,
     Piece,
     Place,
     Progress,
@@ -29,10 +29,7 @@ from headwater.stores.base import (
     Run,
     SpaceRef,
     Status,
-    StoreStats,
-    TierStats,
     Tiles,
-    VerifyReport,
 )
 from headwater.stores.embedded.admin import Admin
 from headwater.stores.embedded.core import Core
@@ -47,6 +44,7 @@ from headwater.stores.embedded.ticket import Ticket, close_all
 from headwater.stores.embedded.writer import Writer
 from headwater.stores.events import EventKind, Follower
 from headwater.stores.host import boot_id
+from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
 
 DEFAULT_DEADLINE_S = 1.0
 
@@ -66,11 +64,15 @@ class EmbeddedStore:
         self._writer = Writer(core)
         self._admin = Admin(core, self._reader)
         self._exporter = Exporter(core, self._reader)
-        self.mapped = core.data.mapped
         self.lookup_s = 0.0
         g = core.geometry
         self.max_pending_bytes = g.data_bytes // PENDING_SHARE
         self.max_extent_bytes = min(g.segment_bytes, self.max_pending_bytes)
+
+    @property
+    def mapped(self) -> MappedStore | None:
+        """See `stores.base.Store.mapped`."""
+        return self if self._core.data.mapped else None
 
     def _open(self) -> AbstractContextManager[Core]:
         if self._release is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -58,28 +57,6 @@ class Ticket:
     def _is_open(self) -> bool:
         # A forked child has published nothing, so its parent's tickets are not its own.
         return self.is_open and self.pid == os.getpid()
-
-    def commit(
-        self,
-        layers: range,
-        heads: range,
-        part: int,
-        sums: Sequence[int] | npt.NDArray[np.uint64],
-        deadline_s: float = 1.0,
-    ) -> Status:
-        """See `stores.base.Reservation.commit`."""
-        commit = self.check_commit(layers, heads, part, sums)
-        if commit is None:
-            return Status.LOST
-        with self.writer.core.use():
-            return self.writer.commit([commit], self.spec, time.monotonic() + deadline_s)[0]
-
-    def noted(self, layers: range, heads: range, part: int) -> int:
-        """See `stores.base.Reservation.noted`."""
-        if self.entry is None:
-            return 0
-        with self.writer.core.use() as core:
-            return core.index.noted(self.entry, self.spec, layers, heads, part)
 
     def check_commit(
         self, layers: range, heads: range, part: int, sums: Sequence[int] | npt.NDArray[np.uint64]

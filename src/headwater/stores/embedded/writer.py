@@ -170,7 +170,7 @@ class Writer:
         begun: Collection[bytes] = (),
         exclusive: bool = False,
     ) -> list[Ticket]:
-        """See `stores.base.Store.reserve`. Of the keys in `begun` no new record is made."""
+        """See `stores.base.MappedStore.reserve`. Of the keys in `begun` no new record is made."""
         spec, pid = root.space.spec, os.getpid()
         found = self._reserver.reserve(root, chunks, split, deadline, begun, exclusive=exclusive)
         return [
@@ -185,7 +185,7 @@ class Writer:
         self._reserver.check_space(space, entry)
 
     def places(self, reservations: Sequence[Reservation]) -> list[Place | None]:
-        """See `stores.base.Store.places`."""
+        """See `stores.base.MappedStore.places`."""
         data, pid = self.core.data, os.getpid()
         if not isinstance(data, MappedData):
             return [None] * len(reservations)
@@ -198,11 +198,12 @@ class Writer:
         return places
 
     def noted(self, reservations: Sequence[Reservation], layers: range, heads: range, part: int) -> list[int]:
-        """See `stores.base.Store.noted`."""
+        """See `stores.base.MappedStore.noted`."""
         tickets = [self.own(reservation) for reservation in reservations]
         entries = [ticket.entry for ticket in tickets if ticket.entry is not None]
         if len(entries) < len(tickets) or len({entry.record.num_sums for entry in entries}) != 1:
-            return [ticket.noted(layers, heads, part) for ticket in tickets]
+            noted = self._index.noted
+            return [0 if t.entry is None else noted(t.entry, t.spec, layers, heads, part) for t in tickets]
         numbers = _tile_numbers(tickets[0].spec.num_kv_heads, entries[0].record.parts, layers, heads, part)
         return self.core.columns.noted(entries, numbers)
 
@@ -214,7 +215,7 @@ class Writer:
 
     # ---- committing ---------------------------------------------------------------------------------------------
     def commit_filled(self, filled: Sequence[Filled], deadline: float) -> list[Status]:
-        """See `stores.base.Store.commit`."""
+        """See `stores.base.MappedStore.commit`."""
         statuses, numbered, spec = [Status.LOST] * len(filled), list[tuple[int, Commit]](), None
         for i, (ticket, layers, heads, part, sums) in enumerate(filled):
             own = self.own(ticket)
@@ -231,7 +232,7 @@ class Writer:
     def commit_shard(
         self, reservations: Sequence[Reservation], shard: Shard, sums: npt.NDArray[np.uint64], deadline: float
     ) -> list[Status]:
-        """See `stores.base.Store.commit_shard`."""
+        """See `stores.base.MappedStore.commit_shard`."""
         tickets = [self.own(reservation) for reservation in reservations]
         if not tickets:
             return []

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from headwater.stores.base import ChunkInfo, Progress, VerifyReport
+from headwater.stores.base import Progress
 from headwater.stores.events import EventKind
 from headwater.stores.remote.announce import Announcer, Told
 from headwater.stores.remote.base import ObjectClient
 from headwater.stores.remote.manifest import MAX_MANIFEST_BYTES, Manifest, Names, is_of_other_version
 from headwater.stores.remote.plan import tile_sums
+from headwater.stores.stats import ChunkInfo, VerifyReport
 
 Description = tuple[dict[str, Any], dict[str, Any]]
 """What a space and a root are, as their writer described them."""

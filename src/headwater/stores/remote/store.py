@@ -10,25 +10,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, whole_shard
-from headwater.stores.base import (
-    ChunkInfo,
-    Lease,
-    Piece,
-    Progress,
-    RootRef,
-    Run,
-    SpaceRef,
-    Status,
-    StoreStats,
-    TierStats,
-    Tiles,
-    VerifyReport,
-)
+from headwater.stores.base import Lease, Piece, Progress, RootRef, Run, SpaceRef, Status, Tiles
 from headwater.stores.breaker import CircuitBreaker
 from headwater.stores.events import EventKind, Follower
 from headwater.stores.remote.admin import RemoteAdmin
@@ -39,6 +26,7 @@ from headwater.stores.remote.manifest import Names
 from headwater.stores.remote.memory import Memory
 from headwater.stores.remote.reader import RemoteReader
 from headwater.stores.remote.writer import RemoteWriter, WholeChunk
+from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
 from headwater.stores.url import StoreUrl
 
 DEFAULT_DEADLINE_S = 2.0
@@ -54,9 +42,10 @@ class _NoLease:
 
 
 class RemoteStore:
-    """One backend as a store. See `stores.base.Store`; what needs mapped memory raises."""
+    """One backend as a store. See `stores.base.Store`."""
 
-    mapped = has_lower_tiers = False
+    mapped = None
+    has_lower_tiers = False
     max_extent_bytes = max_pending_bytes = 1 << 62
 
     def __init__(self, url: StoreUrl, client: ObjectClient) -> None:
@@ -254,18 +243,9 @@ class RemoteStore:
         self._guard.close()
         self._client.close()
 
-    # ---- what needs mapped memory -------------------------------------------------------------------------------
-    def _not_mapped(self, *_: object) -> NoReturn:
-        raise InvalidArgumentError(f"{self.url} is not mapped; use read and write, or put shm:// before it")
-
-    reserve = commit = commit_shard = places = noted = close_all = lend = borrow = _not_mapped
-
+    # ---- the rest -----------------------------------------------------------------------------------------------
     def fetch(self, root: RootRef, chunks: Sequence[ChunkRef], deadline_s: float) -> None:
         """Nothing: there is no tier above it to bring anything to."""
-
-    def segment(self, number: int) -> Tiles | None:
-        """There are none."""
-        return None
 
     def abandon(self, keys: Sequence[bytes]) -> int:
         """Nothing is begun here that is not ended by the same call."""

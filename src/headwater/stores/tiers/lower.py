@@ -9,11 +9,12 @@ from typing import Protocol
 
 from headwater.kv.topology import whole_shard
 from headwater.locks import ForkSafeLock
-from headwater.stores.base import Piece, RootRef, Run, Status, Store, TierStats
+from headwater.stores.base import Piece, RootRef, Run, Status, Store
 from headwater.stores.embedded.export import Exported
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.remote.store import RemoteStore
 from headwater.stores.remote.writer import WholeChunk
+from headwater.stores.stats import TierStats
 from headwater.stores.url import StoreUrl
 
 _PUT_DEADLINE_S = 10.0

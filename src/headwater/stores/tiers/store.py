@@ -23,11 +23,11 @@ from headwater.errors import BackendError, DeadlineError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import (
-    ChunkInfo,
     Fetch,
     Filled,
     Lease,
     Loan,
+    MappedStore,
     Piece,
     Place,
     Progress,
@@ -37,15 +37,13 @@ from headwater.stores.base import (
     SpaceRef,
     Status,
     Store,
-    StoreStats,
-    TierStats,
     Tiles,
-    VerifyReport,
 )
 from headwater.stores.embedded.layout import Record
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.events import EventKind, Follower
 from headwater.stores.remote.announce import ORIGIN_BYTES
+from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
 from headwater.stores.tiers.copier import Copier, NoCopier
 from headwater.stores.tiers.fetch import Fetcher
 from headwater.stores.tiers.listener import Listener
@@ -78,7 +76,6 @@ class TieredStore:
         self.lookup_s = sum(tier.store.lookup_s for tier in tiers)
         self._counts = Counts()
         self._fetcher = Fetcher(front, tiers)
-        self.mapped = front.mapped
         self.max_pending_bytes = front.max_pending_bytes
         self.max_extent_bytes = min(front.max_extent_bytes, *(tier.store.max_extent_bytes for tier in tiers))
         self._copier: Copier | NoCopier = NoCopier() if ownership is None else Copier(front, tiers, ownership)
@@ -102,6 +99,11 @@ class TieredStore:
     def home(self) -> str:
         """See `stores.base.Store.home`."""
         return self._front.home
+
+    @property
+    def mapped(self) -> MappedStore | None:
+        """See `stores.base.Store.mapped`: what the first tier is."""
+        return self if self._front.mapped is not None else None
 
     # ---- finding ------------------------------------------------------------------------------------------------
     def check_space(self, space: SpaceRef) -> None:
@@ -188,11 +190,11 @@ class TieredStore:
     def reserve(
         self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline_s: float | None = None
     ) -> Sequence[Reservation]:
-        """See `stores.base.Store.reserve`."""
+        """See `stores.base.MappedStore.reserve`."""
         return self._front.reserve(root, chunks, split, deadline_s)
 
     def commit(self, filled: Sequence[Filled], deadline_s: float | None = None) -> list[Status]:
-        """See `stores.base.Store.commit`."""
+        """See `stores.base.MappedStore.commit`."""
         return self._then_through(lambda: self._front.commit(filled, deadline_s))
 
     def commit_shard(
@@ -202,23 +204,23 @@ class TieredStore:
         sums: npt.NDArray[np.uint64],
         deadline_s: float | None = None,
     ) -> list[Status]:
-        """See `stores.base.Store.commit_shard`."""
+        """See `stores.base.MappedStore.commit_shard`."""
         return self._then_through(lambda: self._front.commit_shard(reservations, shard, sums, deadline_s))
 
     def places(self, reservations: Sequence[Reservation]) -> list[Place | None]:
-        """See `stores.base.Store.places`."""
+        """See `stores.base.MappedStore.places`."""
         return self._front.places(reservations)
 
     def segment(self, number: int) -> Tiles | None:
-        """See `stores.base.Store.segment`."""
+        """See `stores.base.MappedStore.segment`."""
         return self._front.segment(number)
 
     def noted(self, reservations: Sequence[Reservation], layers: range, heads: range, part: int) -> list[int]:
-        """See `stores.base.Store.noted`."""
+        """See `stores.base.MappedStore.noted`."""
         return self._front.noted(reservations, layers, heads, part)
 
     def close_all(self, reservations: Sequence[Reservation]) -> None:
-        """See `stores.base.Store.close_all`."""
+        """See `stores.base.MappedStore.close_all`."""
         self._front.close_all(reservations)
 
     def abandon(self, keys: Sequence[bytes]) -> int:
@@ -253,7 +255,7 @@ class TieredStore:
 
     # ---- borrowing and keeping: the first tier's --------------------------------------------------------------
     def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
-        """See `stores.base.Store.lend`: what is further down must be read."""
+        """See `stores.base.MappedStore.lend`: what is further down must be read."""
         loan = self._front.lend(root, chunks, shard)
         sizes = [
             math.prod(shard.local_shape(root.space.spec, chunk.first_token, chunk.num_tokens))
@@ -264,7 +266,7 @@ class TieredStore:
         return loan
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[Lease, Tiles] | Status:
-        """See `stores.base.Store.borrow`."""
+        """See `stores.base.MappedStore.borrow`."""
         return self._front.borrow(root, chunk, shard)
 
     def lease(self, root: RootRef, key: bytes) -> Lease | None:

@@ -1,0 +1,102 @@
+"""Plain data that a store gives to people and to metrics: listings, figures, and the result of a full check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class ChunkInfo(NamedTuple):
+    """One complete chunk, for listings."""
+
+    key: bytes
+    space: dict[str, Any]
+    root: dict[str, Any]
+    number: int
+    num_tokens: int
+    num_bytes: int
+    is_tail: bool
+    pinned: bool
+    leased: bool
+    last_used_ns: int
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """What one process did with one tier, and whether the tier is in use. Figures of the copying are those of the one
+    process that does it."""
+
+    url: str
+    write: str
+    """How it is filled: `first`, `through`, `back` or `demote`."""
+    hits: int = 0
+    hit_bytes: int = 0
+    misses: int = 0
+    promoted: int = 0
+    """Chunks' pieces that were read here and are in the first tier since."""
+    stored: int = 0
+    stored_bytes: int = 0
+    waiting: int = 0
+    """Chunks known to be missing here, to be copied."""
+    dropped: int = 0
+    """Chunks that were gone from the first tier before they could be copied."""
+    full: int = 0
+    failed: int = 0
+    damaged: int = 0
+    breaker: str = "closed"
+    breaker_trips: int = 0
+    breaker_reason: str = ""
+    events: str = "host"
+    """Whose events of this tier reach followers here: `host` (all processes of this one) or `fleet` (all hosts)."""
+    heard: int = 0
+    """Events of other hosts that this process has brought."""
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """A store at one moment. Byte counts are exact; event counts are since the store was created, or since noise in the
+    index destroyed them."""
+
+    url: str
+    capacity_bytes: int
+    data_bytes: int
+    used_bytes: int
+    pending_bytes: int
+    index_bytes: int
+    index_used_bytes: int
+    chunks: int
+    members: int
+    stored: int
+    stored_bytes: int
+    evicted: int
+    damaged: int
+    aborted: int
+    rebuilds: int
+    tiers: tuple[TierStats, ...] = ()
+    """Fastest first; empty where there is one only."""
+
+    @property
+    def name(self) -> str:
+        """The URLs of all tiers."""
+        return ",".join(tier.url for tier in self.tiers) or self.url
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a full check found. `clean` means that nothing was wrong in what was checked; damaged chunks have been
+    removed."""
+
+    chunks: int
+    tiles: int
+    bytes: int
+    damaged: int
+    lost: int
+    """Good chunks that continued a damaged one, and went with it."""
+    problems: tuple[str, ...]
+    unchecked: tuple[str, ...] = ()
+    """Tiers that could not be looked through, and why."""
+
+    @property
+    def clean(self) -> bool:
+        """No damage and no broken invariant."""
+        return not self.damaged and not self.problems
