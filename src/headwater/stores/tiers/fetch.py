@@ -1,9 +1,9 @@
 """Fetching: chunks of lower tiers into reserved extents of the first one, in the background.
 
 A fetch goes window by window, in chain order, so that a chunk's parent is always there or being filled. It commits the
-checksums that the lower tier's record or manifest gave, unverified: whoever places a chunk in a cache verifies it there.
-Whatever cannot be kept (no room, no parent, larger than half of the first tier) is left to the load, which reads it from
-further down into memory of its own.
+checksums that the lower tier's record or manifest gave, unverified: placing a chunk in a cache verifies it. Whatever
+cannot be kept (no room, no parent, larger than half of the first tier) is left to the load, which reads it from further
+down into memory of its own.
 """
 
 from __future__ import annotations
@@ -48,12 +48,15 @@ class Fetcher:
         """See `stores.base.Store.fetch`."""
         there = self.front.exists(root, chunks)
         num_there = there.index(False) if False in there else len(chunks)
-        if num_there == len(chunks) or not self._can_keep(root, chunks[num_there:]):
+        if num_there == len(chunks):
             return None
         if self._pid != os.getpid():  # a forked child has none of its parent's threads
             self._workers, self._pid = Workers(_THREADS, "headwater-fetch"), os.getpid()
         fetch = TierFetch(self, root, chunks, num_there, time.monotonic() + deadline_s)
-        self._workers.post(fetch.run)
+        if self._can_keep(root, chunks[num_there:]):
+            self._workers.post(fetch.run)
+        else:
+            fetch.end()
         return fetch
 
     def _can_keep(self, root: RootRef, chunks: Sequence[ChunkRef]) -> bool:
@@ -132,6 +135,11 @@ class TierFetch:
             log.exception("a fetch failed; the rest is read from further down")
         finally:
             self._done.set()
+
+    def end(self) -> None:
+        """Nothing can be brought: hold what is there."""
+        self._hold()
+        self._done.set()
 
     def _hold(self) -> None:
         """Keep what is there from eviction: a lease on the last chunk keeps its whole prefix."""
