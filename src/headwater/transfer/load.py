@@ -24,7 +24,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
-from headwater.transfer.layers import GROUP_BYTES, layer_groups
+from headwater.transfer.layers import GROUP_BYTES, MAX_LOAD_GROUPS, layer_groups
 from headwater.transfer.load_job import Load
 from headwater.transfer.movers import make_placer, mover_of
 from headwater.transfer.pipeline import Pipeline
@@ -127,7 +127,8 @@ class Loader:
         """
         groups = [self._shard.layers]
         if layerwise:
-            groups = layer_groups(self._shard.layers, self._layer_bytes * len(chunks), self._group_bytes)
+            num_bytes = self._layer_bytes * len(chunks)
+            groups = layer_groups(self._shard.layers, num_bytes, self._group_bytes, MAX_LOAD_GROUPS)
         asked, now = current_stream(self._device).record(), time.monotonic()
         self._put_in(Load(name, chunks, block_ids, groups, layerwise, asked, now + self._deadline_s, started_s=now))
 
