@@ -19,6 +19,7 @@ class FaultProxy:
     stalled   nothing is forwarded any more, in either direction; connections stay open
     one_way   what the client says arrives, answers do not (a half-open connection)
     cut_after the connection is reset after so many bytes of answers
+    stall_after  `stalled` after so many bytes of answers
     garbage   answers are replaced by noise
     refusing  new connections are closed at once
     """
@@ -33,11 +34,12 @@ class FaultProxy:
         self.delay_s = 0.0
         self.stalled = self.one_way = self.garbage = self.refusing = False
         self.cut_after: int | None = None
+        self.stall_after: int | None = None
         threading.Thread(target=self._accept, name="fault-proxy", daemon=True).start()
 
     def heal(self) -> None:
         """Be a good network again. Connections that were hurt are gone."""
-        self.delay_s, self.cut_after = 0.0, None
+        self.delay_s, self.cut_after, self.stall_after = 0.0, None, None
         self.stalled = self.one_way = self.garbage = self.refusing = False
         self.reset()
 
@@ -96,6 +98,10 @@ class FaultProxy:
             time.sleep(self.delay_s)
         if self.garbage:
             return bytes(255 - byte for byte in data)
+        if self.stall_after is not None:
+            self.stall_after -= len(data)
+            if self.stall_after <= 0:
+                self.stalled, self.stall_after = True, None
         if self.cut_after is not None:
             self.cut_after -= len(data)
             if self.cut_after <= 0:

@@ -1,4 +1,4 @@
-"""The store protocols: what the pool asks of a place where bytes live, and what it asks of those that are mapped.
+"""The store protocols: what the pool asks of a place where bytes live, of a mapped one, and of a source of chunks.
 
 Calls are batched and answer with one `Status` per item; an exception means that the call itself was wrong or that
 the store cannot be used at all. Nothing here says how a store keeps its promises.
@@ -14,9 +14,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from headwater.errors import BufferMismatchError
+from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
-from headwater.kv.topology import Shard, Split
+from headwater.kv.topology import WHOLE, Shard, Split
 from headwater.stores.events import Follower
 from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
 
@@ -297,3 +299,47 @@ class MappedStore(Store, Protocol):
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[Lease, Tiles] | Status:
         """A verified, read-only view of the stored bytes, valid until the lease is released."""
+
+
+class Filling(NamedTuple):
+    """What became of one extent that a source was to fill."""
+
+    status: Status
+    """OK: all its bytes are in place, NOT verified. MISS, TIMEOUT: they may be anything."""
+    sums: npt.NDArray[np.uint64] | None = None
+    """What the source knows of the stored tiles: their checksums in [layer][head][part] order."""
+    split: Split = WHOLE
+    """How the checksums divide a tile."""
+    encoding: int = RAW
+
+
+class Source(Protocol):
+    """Where the first tier gets chunks from: a slower tier, or another host."""
+
+    def run_from(self, root: RootRef, keys: list[bytes], start: int) -> Run:
+        """How far the run goes that stands at `start`, and the tails where it ends."""
+
+    def missing(self, keys: Sequence[bytes]) -> list[bytes] | None:
+        """Which of these chunks are not here; None where nobody can say now."""
+
+    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
+        """How each chunk's tiles are divided: whoever reserves an extent for it must say so. None where it is not here,
+        or not in raw tiles. An estimate: it may be gone when it is asked for."""
+
+    def fill(
+        self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
+    ) -> list[Filling]:
+        """Bring chunks, whole and as they are stored, into extents of (layers, heads, stored bytes of a tile), which
+        must be contiguous. Nothing is verified: whoever uses the bytes compares them with the checksums. `deadline` is
+        a value of time.monotonic(). Nobody writes into the extents after the return, which is soon after the deadline.
+        """
+
+
+def check_extents(chunks: Sequence[ChunkRef], extents: Sequence[Tiles]) -> None:
+    """Raise BufferMismatchError unless there is one extent a chunk, each contiguous memory that can be written to."""
+    fits = [extent.dtype == np.uint8 and extent.flags.c_contiguous and extent.flags.writeable for extent in extents]
+    if len(extents) != len(chunks) or not all(fits):
+        raise BufferMismatchError(
+            f"{len(extents)} extents were given for {len(chunks)} chunks; expected one contiguous, writeable array of "
+            "uint8 for each"
+        )

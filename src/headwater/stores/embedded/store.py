@@ -19,6 +19,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import (
     Filled,
+    Filling,
     Loan,
     MappedStore,
     Piece,
@@ -40,6 +41,7 @@ from headwater.stores.embedded.journal import Journal
 from headwater.stores.embedded.layout import COMPLETE, PENDING, Word
 from headwater.stores.embedded.lender import Lender
 from headwater.stores.embedded.reader import ChunkLease, Reader
+from headwater.stores.embedded.source import ExtentSource
 from headwater.stores.embedded.ticket import Ticket, close_all
 from headwater.stores.embedded.writer import Writer
 from headwater.stores.events import EventKind, Follower
@@ -64,6 +66,7 @@ class EmbeddedStore:
         self._writer = Writer(core)
         self._admin = Admin(core, self._reader)
         self._exporter = Exporter(core, self._reader)
+        self._source = ExtentSource(core, self._reader)
         self.lookup_s = 0.0
         g = core.geometry
         self.max_pending_bytes = g.data_bytes // PENDING_SHARE
@@ -307,6 +310,18 @@ class EmbeddedStore:
         bytes are not verified: only who stores the checksums with them may ask for that."""
         with self._open():
             return self._exporter.export(key, self._deadline(deadline_s), in_place=in_place)
+
+    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
+        """See `stores.base.Source.splits`."""
+        with self._open():
+            return self._source.splits(chunks)
+
+    def fill(
+        self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
+    ) -> list[Filling]:
+        """See `stores.base.Source.fill`."""
+        with self._open():
+            return self._source.fill(root, chunks, extents, deadline)
 
     def close(self) -> None:
         release, self._release = self._release, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from headwater.kv.encoding import RAW, refuse
@@ -21,6 +21,9 @@ from headwater.stores.remote.plan import Plan
 log = logging.getLogger("headwater")
 
 _ATTEMPTS = 2
+
+Attempt = Callable[[Sequence[int], bool], list[int]]
+"""One attempt at some items, with remembered manifests or without: which of them are worth another."""
 
 
 class RemoteReader:
@@ -71,6 +74,10 @@ class RemoteReader:
         found = self._guard.run("look-up", lambda: self._client.survey(names, (), end), end)
         return None if found is None else found.present
 
+    def known(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Which of these chunks' manifests are remembered."""
+        return {key for key in keys if self._memory.manifest(key) is not None}
+
     def manifests(self, keys: Sequence[bytes], known: set[bytes], deadline: float) -> dict[bytes, Manifest | None]:
         """The manifests of these chunks; those of `known` from memory. Noise under such a name is removed, and what
         another version of Headwater wrote stays."""
@@ -102,34 +109,43 @@ class RemoteReader:
         A second attempt is safe, since reading changes nothing: it is made after an error, and for chunks whose
         remembered manifest turned out to be an old one.
         """
-        statuses, wanted = [Status.MISS] * len(pieces), list(range(len(pieces)))
-        for attempt in range(_ATTEMPTS):
-            work = partial(self._read, spec, pieces, tuple(wanted), statuses, deadline, use_memory=attempt == 0)
-            again = self._guard.run("read", work, deadline, retry=False)
-            wanted = wanted if again is None else again
+        statuses = [Status.MISS] * len(pieces)
+        undecided = self.attempt(partial(self._read, spec, pieces, statuses, deadline), statuses, deadline)
+        self.judge([piece.chunk.key for piece in pieces], statuses, undecided, (RAW,))
+        self.count([piece.tiles.nbytes for piece in pieces], statuses)
+        return statuses
+
+    def attempt(self, work: Attempt, statuses: list[Status], deadline: float) -> Collection[int]:
+        """Do some work for all items, and again for those that it says are worth it, or after an error for those that
+        are not OK. Returns the items of which nothing is known, because the backend failed."""
+        wanted, again = list(range(len(statuses))), None
+        for number in range(_ATTEMPTS):
+            again = self._guard.run("read", partial(work, tuple(wanted), number == 0), deadline, retry=False)
+            wanted = [i for i in wanted if statuses[i] != Status.OK] if again is None else again
             if not wanted or time.monotonic() >= deadline or not self._guard.breaker.closed:
                 break
         if time.monotonic() >= deadline:
             for i in wanted:
                 statuses[i] = Status.TIMEOUT
-        self._judge(pieces, statuses)
-        good = [piece.tiles.nbytes for piece, status in zip(pieces, statuses, strict=True) if status == Status.OK]
-        self._guard.count(hits=len(good), hit_bytes=sum(good), misses=len(pieces) - len(good))
-        return statuses
+        return wanted if again is None else ()
+
+    def count(self, sizes: Sequence[int], statuses: Sequence[Status]) -> None:
+        """Count hits and misses of one read."""
+        good = [size for size, status in zip(sizes, statuses, strict=True) if status == Status.OK]
+        self._guard.count(hits=len(good), hit_bytes=sum(good), misses=len(statuses) - len(good))
 
     def _read(
         self,
         spec: KVSpec,
         pieces: Sequence[Piece],
-        wanted: Sequence[int],
         statuses: list[Status],
         deadline: float,
-        *,
+        wanted: Sequence[int],
         use_memory: bool,
     ) -> list[int]:
         """One attempt at what is wanted. Returns what is worth another: what an old manifest may have led astray."""
         keys = list(dict.fromkeys(pieces[i].chunk.key for i in wanted))
-        known = {key for key in keys if use_memory and self._memory.manifest(key) is not None}
+        known = self.known(keys) if use_memory else set[bytes]()
         for i in wanted:
             statuses[i] = Status.MISS  # until all of it is here and verified, also if this ends early
         manifests = self.manifests(keys, known, deadline)
@@ -162,15 +178,18 @@ class RemoteReader:
         self._memory.forget({pieces[i].chunk.key for i in again})
         return again
 
-    def _judge(self, pieces: Sequence[Piece], statuses: Sequence[Status]) -> None:
-        """Take manifests away that promise what is not there any more, or is not what was written."""
+    def judge(
+        self, keys: Sequence[bytes], statuses: Sequence[Status], undecided: Collection[int], encodings: Collection[int]
+    ) -> None:
+        """Take manifests away that promise what is not there any more, or is not what was written. Only of chunks in
+        encodings that the reader knows: what others wrote is not ours to judge."""
         gone: dict[bytes, Manifest] = {}
-        for piece, status in zip(pieces, statuses, strict=True):
-            manifest = self._memory.manifest(piece.chunk.key)
-            if manifest is None or manifest.encoding != RAW:
-                continue  # not there, or not ours to judge
-            if status in (Status.MISS, Status.DAMAGED) and piece.chunk.key not in gone:
-                gone[piece.chunk.key] = manifest
+        for i, (key, status) in enumerate(zip(keys, statuses, strict=True)):
+            manifest = self._memory.manifest(key)
+            if manifest is None or manifest.encoding not in encodings or i in undecided:
+                continue
+            if status in (Status.MISS, Status.DAMAGED) and key not in gone:
+                gone[key] = manifest
                 self._guard.count(damaged=status == Status.DAMAGED, vanished=status == Status.MISS)
         if gone and self._guard.breaker.closed:
             names = [name for manifest in gone.values() for name in self._names.all_of(manifest)]

@@ -159,7 +159,7 @@ class Connection:
         raise BackendError(f"the server answered {line[:32]!r}, which is no Redis protocol")
 
     def bulk_into(self, targets: Sequence[Bytes], length: int, deadline: float) -> bool:
-        """An answer of exactly that length, straight into these targets; False where it is nil or empty."""
+        """An answer of exactly that length, straight into these targets; False where it is nil, empty or shorter."""
         line = self._line(deadline)
         if line[:1] == b"-":
             raise BackendError(f"the server refused a read: {Refusal(line[1:].decode('utf-8', 'replace')).code}")
@@ -168,7 +168,8 @@ class Connection:
         announced = _number(line[1:])
         if announced == -1:
             return False
-        if announced == 0:
+        if 0 <= announced < length:
+            self._fill([memoryview(bytearray(announced))], deadline)
             self._end_of_bulk(deadline)
             return False
         if announced != length:

@@ -14,8 +14,8 @@ from typing import Any
 
 from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import ChunkRef
-from headwater.kv.topology import Shard, whole_shard
-from headwater.stores.base import Lease, Piece, Progress, RootRef, Run, SpaceRef, Status, Tiles
+from headwater.kv.topology import WHOLE, Shard, Split, whole_shard
+from headwater.stores.base import Filling, Lease, Piece, Progress, RootRef, Run, SpaceRef, Status, Tiles
 from headwater.stores.breaker import CircuitBreaker
 from headwater.stores.events import EventKind, Follower
 from headwater.stores.remote.admin import RemoteAdmin
@@ -25,6 +25,7 @@ from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import Names
 from headwater.stores.remote.memory import Memory
 from headwater.stores.remote.reader import RemoteReader
+from headwater.stores.remote.source import RemoteSource
 from headwater.stores.remote.writer import RemoteWriter, WholeChunk
 from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
 from headwater.stores.url import StoreUrl
@@ -62,6 +63,7 @@ class RemoteStore:
         self.announcer = Announcer(self._names)
         common = (client, self._names, self._guard, self._memory, self.announcer)
         self._reader = RemoteReader(*common, self.lookup_s)
+        self._source = RemoteSource(*common[:4], self._reader, self.lookup_s)
         self._writer = RemoteWriter(*common, url.size("piece") or DEFAULT_PIECE_BYTES)
         self._admin = RemoteAdmin(client, self._names, self.announcer)
 
@@ -99,6 +101,16 @@ class RemoteStore:
     ) -> list[Status]:
         """See `stores.base.Store.read_shard`."""
         return self.read(root, [Piece(c, shard, t) for c, t in zip(chunks, tiles, strict=True)], deadline_s)
+
+    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
+        """See `stores.base.Source.splits`. One question for those whose manifests are not known; `fill` knows them."""
+        return [WHOLE if is_here else None for is_here in self._source.look_up(chunks)]
+
+    def fill(
+        self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
+    ) -> list[Filling]:
+        """See `stores.base.Source.fill`."""
+        return self._source.fill(root.space.spec, chunks, extents, deadline)
 
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         """See `stores.base.Store.write`: of whole chunks. Ranks that hold parts of them need a local tier before it."""

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from headwater.kv.topology import whole_shard
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import Split, whole_shard
 from headwater.locks import ForkSafeLock
-from headwater.stores.base import Piece, RootRef, Run, Status, Store
+from headwater.stores.base import Filling, Piece, RootRef, Run, Source, Status, Store, Tiles
 from headwater.stores.embedded.export import Exported
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.remote.store import RemoteStore
@@ -38,8 +39,8 @@ class Counts:
             return Counter(self._counts)
 
 
-class LowerTier(Protocol):
-    """A tier that is not the first."""
+class LowerTier(Source, Protocol):
+    """A tier that is not the first: a source for those who read, a target for the copier."""
 
     url: StoreUrl
     mode: str
@@ -62,12 +63,6 @@ class LowerTier(Protocol):
 
     def own(self) -> None:
         """This process has become the one that copies to it."""
-
-    def run_from(self, root: RootRef, keys: list[bytes], start: int) -> Run:
-        """How far the run goes that stands at `start`, and the tails where it ends."""
-
-    def missing(self, keys: Sequence[bytes]) -> list[bytes] | None:
-        """Which of these chunks are not here; None where nobody can say now."""
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:
         """Copy complete chunks here that are `missing`, parents first."""
@@ -101,6 +96,16 @@ class LocalTier:
     def missing(self, keys: Sequence[bytes]) -> list[bytes] | None:
         """See `LowerTier`."""
         return [key for key in keys if self.store.locate(key) is None]
+
+    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
+        """See `Source`."""
+        return self.store.splits(chunks)
+
+    def fill(
+        self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
+    ) -> list[Filling]:
+        """See `Source`."""
+        return self.store.fill(root, chunks, extents, deadline)
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:
         """See `LowerTier`. They are hashed anew on the way."""
@@ -150,6 +155,16 @@ class RemoteTier:
         """See `LowerTier`."""
         there = self.store.has(keys)
         return None if there is None else [key for key, found in zip(keys, there, strict=True) if not found]
+
+    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
+        """See `Source`."""
+        return self.store.splits(chunks)
+
+    def fill(
+        self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
+    ) -> list[Filling]:
+        """See `Source`."""
+        return self.store.fill(root, chunks, extents, deadline)
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:
         """See `LowerTier`."""
