@@ -1,8 +1,8 @@
 """The matrix of the data path: every mover, shape of pool, state of the first tier, load mode and topology.
 
-A cell saves one prompt, puts the first tier into some state, and lets an engine's two sides bring the prompt back into a
-paged cache: the same bytes, everything that some tier has, and afterwards kept in the first tier where that can be. A
-cell that means nothing says why. `python tests/data_path.py` prints the whole matrix.
+A cell saves one prompt, puts the first tier into some state, and lets an engine's two sides bring the prompt back into
+a paged cache: the same bytes, everything that some tier has, and afterwards kept in the first tier where that can be. A
+cell that means nothing says why.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import transfer_pool_cases
-from transfer_pool_cases import BLOCK, CHUNK, SPEC, make_cache, tiles_of
-
-from headwater.connector.config import ConnectorConfig
 from headwater.connector.orders import StepReport
-from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.tracker import Scheduled
+
+import transfer_pool_cases
+from headwater.connector.config import ConnectorConfig
+from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.worker import WorkerSide
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Topology, whole_shard
@@ -33,6 +32,8 @@ from headwater.pool import open_pool
 from headwater.pool.pool import Pool
 from headwater.pool.space import Space
 from headwater.stores.base import Status
+from transfer_pool_cases import BLOCK, CHUNK, SPEC, make_cache, tiles_of
+
 from support import identity, local_tiles, temporary_url
 from transfer_cases import ORDERS
 

@@ -132,6 +132,11 @@ class RemoteStore:
         self._client.contribute()
 
     # ---- keeping and forgetting ---------------------------------------------------------------------------------
+    def ages(self, keys: Sequence[bytes]) -> list[int]:
+        """See `stores.base.Store.ages`: when they were stored, as far as their manifests are remembered."""
+        found = [self._memory.manifest(key) for key in keys]
+        return [0 if manifest is None else manifest.created_ns for manifest in found]
+
     def touch(self, key: bytes) -> None:
         """Nothing: the backend sees reads by itself."""
 

@@ -21,10 +21,10 @@ from headwater.errors import HeadwaterError
 from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Split, whole_shard
-from headwater.stores.base import Filled, Lease, Piece, RootRef, Status, Tiles
+from headwater.stores.base import Filled, Filling, Lease, Piece, RootRef, Status, Tiles
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.embedded.ticket import Ticket
-from headwater.stores.tiers.lower import Filling, LowerTier
+from headwater.stores.tiers.lower import LowerTier
 from headwater.stores.workers import Workers
 
 log = logging.getLogger("headwater")
@@ -225,7 +225,7 @@ class TierFetch:
         self, tier: LowerTier, window: Sequence[ChunkRef], ready: Sequence[tuple[int, Tiles]]
     ) -> dict[int, Filling]:
         chunks = [window[i] for i, _ in ready]
-        ages = tier.ages([chunk.key for chunk in chunks])
+        ages = tier.store.ages([chunk.key for chunk in chunks])
         fillings = tier.fill(self._root, chunks, [extent for _, extent in ready], self._deadline)
         good = dict[int, Filling]()
         for (i, extent), filling, age in zip(ready, fillings, ages, strict=True):

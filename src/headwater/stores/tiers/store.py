@@ -136,6 +136,10 @@ class TieredStore:
                     found[i] = there
         return found
 
+    def ages(self, keys: Sequence[bytes]) -> list[int]:
+        """See `stores.base.Store.ages`."""
+        return self._front.ages(keys)
+
     def touch(self, key: bytes) -> None:
         """See `stores.base.Store.touch`."""
         self._front.touch(key)
