@@ -97,7 +97,15 @@ def test_the_second_server_finds_what_the_first_computed(pages: list[dict[str, f
     assert second["asked_tokens_total"] >= second["matched_tokens_total"] >= 768
     assert second["loaded_tokens_total"] >= 768
     assert second["loaded_bytes_total"] > 0 < second["wait_seconds_total"]
-    assert [page["dropped_chunks_total"] + page["damaged_chunks_total"] for page in (first, second)] == [0, 0]
+    assert second["load_duration_seconds_count"] >= 1 > first["load_duration_seconds_count"]
+    assert second["load_duration_seconds_sum"] >= second["load_seconds_total"] > 0
+    assert second["step_seconds_total"] > 0 < second["thread_seconds_total"]
+    for page in (first, second):
+        assert page["dropped_chunks_total"] + page["damaged_chunks_total"] + page["failed_loads_total"] == 0
+        assert 0 < page["headwater_store_used_bytes"] <= page["headwater_store_data_bytes"]
+        assert (
+            page["headwater_store_stored_total"] >= page["headwater_store_chunks"] > 0 < page["headwater_store_members"]
+        )
     assert set(leftovers()) == before
 
 

@@ -1,93 +1,138 @@
-"""The /metrics page: Prometheus' text format, counted right."""
+"""The /metrics page of `headwater serve`: what Prometheus reads there is what was counted."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 
 pytest.importorskip("msgspec")
+pytest.importorskip("prometheus_client")
 
-from hypothesis import given
-from hypothesis import strategies as st
+from prometheus_client import REGISTRY
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 
+from headwater.connector.metrics import POOL_METRICS, distributions, snapshot
+from headwater.connector.stats import LOAD_BUCKETS_S, Durations, TransferStats
 from headwater.serve.messages import Stats, decode_from_engine, encode
-from headwater.serve.metrics import Counter, Histogram, Info, ServerMetrics
-from headwater.stores.stats import TierStats
+from headwater.serve.metrics import ENGINE_METRICS, SERVER_METRICS, ServerMetrics
+from headwater.stores.stats import StoreStats, TierStats
 
-SAMPLE = re.compile(r'^([a-z_]+)(\{([a-z]+="(?:[^"\\\n]|\\["\\n])*",?)+\})? (\+Inf|-?[0-9.e+-]+)$')
+from metric_cases import STORE, TRANSFER, samples, shown_name
+
+FACTS = {"version": "1", "model": 'a "quoted"\n\\name'}
 
 
-def test_every_line_of_the_page_is_a_comment_or_a_sample() -> None:
-    metrics = ServerMetrics(lambda: Stats(num_pages=3), {"version": "1", "model": 'a "quoted"\n\\name'})
-    metrics.http_requests.add(1, "/health", "200")
-    metrics.sequences.add(1, "stop")
+def page(metrics: ServerMetrics) -> dict[str, float]:
+    return samples(metrics.render()[0].decode())
+
+
+def sent(stats: Stats) -> Stats:
+    """As it arrives from the engine process."""
+    arrived = decode_from_engine(encode(stats)[4:])
+    assert isinstance(arrived, Stats)
+    return arrived
+
+
+def test_the_page_has_exactly_what_is_declared_and_documented() -> None:
+    metrics = ServerMetrics(Stats, FACTS)
+    families = {family.name: family for family in text_string_to_metric_families(metrics.render()[0].decode())}
+    declared = {shown_name(metric): metric for metric in (*ENGINE_METRICS, *POOL_METRICS, *SERVER_METRICS)}
+    # With labels, a counter has a moment of creation only when it is first counted.
+    created = {name for name in families if name.endswith("_created")}
+    assert families.keys() - created == declared.keys()
+    for name, metric in declared.items():
+        assert (families[name].type, families[name].documentation) == (metric.kind, metric.help)
+
+
+def test_both_formats_can_be_read_and_say_the_same() -> None:
+    metrics = ServerMetrics(lambda: Stats(num_pages=3, pool=snapshot(TRANSFER, STORE)), FACTS)
+    metrics.http_requests.labels("/health", "200").inc()
     metrics.first_token_s.observe(0.3)
-    families = set()
-    for line in metrics.render().decode().splitlines():
-        if line.startswith("# TYPE "):
-            families.add(line.split()[2])
-        elif not line.startswith("# HELP "):
-            match = SAMPLE.match(line)
-            assert match, line
-            assert re.sub(r"_(bucket|sum|count)$", "", match[1]) in families or match[1] in families
-    assert b"headwater_kv_pages 3\n" in metrics.render()
+    plain, plain_type = metrics.render("text/html,*/*")
+    other, other_type = metrics.render("application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
+    assert plain_type.startswith("text/plain; version=0.0.4")
+    assert other_type.startswith("application/openmetrics-text; version=1.0.0")
+    found = samples(other.decode(), parse_openmetrics)
+    for name, value in samples(plain.decode()).items():
+        if "_created" not in name:
+            assert found[name] == value
+    facts = next(f for f in text_string_to_metric_families(plain.decode()) if f.name == "headwater_server_info")
+    assert facts.samples[0].labels == FACTS
 
 
 def test_readings_follow_the_engine() -> None:
     stats = Stats()
     metrics = ServerMetrics(lambda: stats, {})
-    stats = Stats(num_running=2, num_preemptions=5)
-    assert b"headwater_requests_running 2\n" in metrics.render()
-    assert b"headwater_preemptions_total 5\n" in metrics.render()
+    stats = Stats(num_running=2, num_preemptions=5, num_steps=7)
+    assert page(metrics)["headwater_requests_running"] == 2
+    assert page(metrics)["headwater_preemptions_total"] == 5
+    assert page(metrics)["headwater_engine_steps_total"] == 7
 
 
-def test_everything_that_is_known_of_the_pool_is_on_the_page() -> None:
-    names = [name for name in Stats.__struct_fields__ if name.startswith("pool_")]
-    stats = Stats(**{name: number for number, name in enumerate(names, start=1)})
-    page = ServerMetrics(lambda: stats, {}).render().decode()
-    for number, name in enumerate(names, start=1):
-        assert f"headwater_{name}_total {number}\n" in page
+def test_every_figure_of_the_engine_is_on_the_page() -> None:
+    fields = [name for name in Stats.__struct_fields__ if name not in ("pool", "pool_times", "num_generated_tokens")]
+    assert {metric.field for metric in ENGINE_METRICS} == set(fields)
+    shown = page(ServerMetrics(lambda: Stats(**{name: i for i, name in enumerate(fields, 1)}), {}))
+    for metric in ENGINE_METRICS:
+        assert shown[metric.name] == fields.index(metric.field) + 1
 
 
-def test_each_tier_has_its_own_samples() -> None:
-    names = {"hits": 2, "hit_bytes": 3, "stored_bytes": 4, "waiting": 5, "failed": 6, "damaged": 7, "breaker_trips": 8}
-    near = TierStats("shm:///a", "first", **names)
-    away = TierStats("redis://u:***@h", "back", **{name: 10 * n for name, n in names.items()}, breaker="open")
-    stats = decode_from_engine(encode(Stats(tiers=(near, away)))[4:])
-    assert isinstance(stats, Stats)
-    page = ServerMetrics(lambda: stats, {}).render().decode()
-    assert 'headwater_tier_usable{tier="shm:///a"} 1\n' in page
-    assert 'headwater_tier_usable{tier="redis://u:***@h"} 0\n' in page
-    for name, number in names.items():
-        sample = "waiting_chunks" if name == "waiting" else f"{name}_total"
-        assert f'headwater_tier_{sample}{{tier="shm:///a"}} {number}\n' in page
-        assert f'headwater_tier_{sample}{{tier="redis://u:***@h"}} {10 * number}\n' in page
-    assert "headwater_tier_usable{" not in ServerMetrics(Stats, {}).render().decode(), "a pool of one tier has none"
+def test_every_figure_of_the_pool_is_on_the_page() -> None:
+    stats = sent(Stats(pool=snapshot(TRANSFER, STORE), pool_times=distributions(TRANSFER)))
+    shown = page(ServerMetrics(lambda: stats, {}))
+    assert shown["headwater_pool_dropped_chunks_total"] == TRANSFER.num_dropped
+    assert shown["headwater_pool_wait_seconds_total"] == TRANSFER.wait_seconds
+    assert shown["headwater_store_used_bytes"] == STORE.used_bytes
+    assert shown["headwater_store_evicted_total"] == STORE.evicted
+    near, away = STORE.tiers
+    for tier in (near, away):
+        label = f'{{tier="{tier.url}"}}'
+        assert shown[f"headwater_tier_hits_total{label}"] == tier.hits
+        assert shown[f"headwater_tier_waiting_chunks{label}"] == tier.waiting
+        assert shown[f"headwater_tier_damaged_total{label}"] == tier.damaged
+        assert shown[f"headwater_tier_breaker_open{label}"] == (tier is away)
+    names = {name.partition("{")[0] for name in shown}
+    for metric in POOL_METRICS:
+        assert metric.name in names or f"{metric.name}_count" in names
 
 
-def test_labels_are_escaped() -> None:
-    (*_, line) = Info("i", "h", {"a": 'x"\\\n'}).lines()
-    assert line == 'i{a="x\\"\\\\\\n"} 1'
+def test_without_a_pool_nothing_is_said_of_a_store() -> None:
+    shown = page(ServerMetrics(lambda: Stats(pool=snapshot(TransferStats(), None)), {}))
+    assert shown["headwater_pool_loaded_bytes_total"] == 0
+    assert not [name for name in shown if name.startswith(("headwater_store", "headwater_tier"))]
 
 
-def test_counters_without_labels_begin_at_zero_and_with_labels_when_counted() -> None:
-    assert list(Counter("c", "h").lines())[2:] == ["c 0"]
-    counter = Counter("c", "h", ("l",))
-    assert list(counter.lines())[2:] == []
-    counter.add(1.5, "v")
-    assert list(counter.lines())[2:] == ['c{l="v"} 1.5']
+def test_a_pool_of_one_tier_has_no_samples_by_tier() -> None:
+    alone = StoreStats("shm:///a", *range(1, 15))
+    shown = page(ServerMetrics(lambda: Stats(pool=snapshot(TransferStats(), alone)), {}))
+    assert shown["headwater_store_capacity_bytes"] == 1
+    assert not [name for name in shown if name.startswith("headwater_tier")]
 
 
-@given(st.lists(st.floats(0, 20, allow_nan=False)))
-def test_a_histogram_counts_what_is_at_most_each_bound(values: list[float]) -> None:
-    bounds = (0.5, 1.0, 10.0)
-    histogram = Histogram("h", "h", bounds)
-    for value in values:
-        histogram.observe(value)
-    lines = list(histogram.lines())[2:]
-    expected = [sum(value <= bound for value in values) for bound in (*bounds, float("inf"))]
-    assert [int(line.split()[1]) for line in lines[:4]] == expected
-    assert lines[3].startswith('h_bucket{le="+Inf"}')
-    assert lines[5] == f"h_count {len(values)}"
-    assert float(lines[4].split()[1]) == pytest.approx(sum(values))
+def test_a_histogram_of_the_engine_process_counts_what_is_at_most_each_bound() -> None:
+    times = Durations(LOAD_BUCKETS_S)
+    for seconds in (0.001, 0.002, 0.1, 0.1, 99.0):
+        times.add(seconds)
+    stats = sent(Stats(pool_times=distributions(TransferStats(load_times=times.total))))
+    shown = page(ServerMetrics(lambda: stats, {}))
+    name = "headwater_pool_load_duration_seconds"
+    for bound, count in {"0.001": 1, "0.0025": 2, "0.05": 2, "0.1": 4, "10.0": 4, "+Inf": 5}.items():
+        assert shown[f'{name}_bucket{{le="{bound}"}}'] == count
+    assert shown[f"{name}_count"] == 5
+    assert shown[f"{name}_sum"] == pytest.approx(99.203)
+
+
+def test_two_servers_of_one_process_count_for_themselves() -> None:
+    one, other = ServerMetrics(Stats, {}), ServerMetrics(Stats, {})
+    one.generated_tokens.inc(3)
+    assert page(one)["headwater_generated_tokens_total"] == 3
+    assert page(other)["headwater_generated_tokens_total"] == 0
+    assert not [family.name for family in REGISTRY.collect() if family.name.startswith("headwater")]
+
+
+def test_urls_of_tiers_are_escaped() -> None:
+    odd = 'file:///a"b\\c'
+    store = StoreStats("shm:///a", *range(1, 15), tiers=(TierStats(odd, "back", hits=4),))
+    text = ServerMetrics(lambda: Stats(pool=snapshot(TransferStats(), store)), {}).render()[0].decode()
+    hits = next(f for f in text_string_to_metric_families(text) if f.name == "headwater_tier_hits")
+    assert [(sample.labels["tier"], sample.value) for sample in hits.samples] == [(odd, 4.0)]

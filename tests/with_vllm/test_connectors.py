@@ -25,14 +25,14 @@ def test_a_producer_saves_and_a_consumer_loads(qwen3: Path, pool_url: str, log_f
     with engine(log_file, settings_of(qwen3, pool_url, role="kv_consumer", extra={"epoch": 1})) as consumer:
         said = consumer.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
         assert said["external"] == 0
-        assert not consumer.ask("metrics").get("vllm:headwater_saved_bytes"), "a consumer saved"
+        assert not consumer.ask("metrics").get("headwater_pool_saved_bytes"), "a consumer saved"
     with engine(log_file, settings_of(qwen3, pool_url, role="kv_producer", extra={"epoch": 1})) as producer:
         for _ in range(2):
             made = producer.ask("generate", prompts=[PROMPT], max_tokens=1)
             assert made["external"] == 0, "a producer loaded"
             assert producer.ask("reset")
         producer.ask("generate", prompts=[random_tokens(701, 20)], max_tokens=4)  # its steps carry the counts out
-        assert producer.ask("metrics")["vllm:headwater_saved_bytes"] > 0
+        assert producer.ask("metrics")["headwater_pool_saved_bytes"] > 0
     with engine(log_file, settings_of(qwen3, pool_url, role="kv_consumer", extra={"epoch": 1})) as consumer:
         hit = consumer.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
         assert hit["external"] == HIT

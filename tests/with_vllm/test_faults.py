@@ -48,7 +48,7 @@ def test_damage_in_every_load_mode(
             hurt = running.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)
             assert hurt["tokens"] == said
             assert running.ask("reset")
-        assert running.ask("metrics")["vllm:headwater_damaged_chunks"] > 0
+        assert running.ask("metrics")["headwater_pool_damaged_chunks"] > 0
 
 
 def test_a_pool_that_is_too_small_is_only_a_small_pool(
@@ -83,7 +83,7 @@ def test_a_store_that_is_slower_than_its_deadline_is_a_miss(
         for _ in range(2):
             assert running.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)["tokens"] == said
             assert running.ask("reset")
-        assert running.ask("metrics")["vllm:headwater_failed_loads"] > 0
+        assert running.ask("metrics")["headwater_pool_failed_loads"] > 0
 
 
 def test_a_worker_that_is_killed_is_a_clean_error(qwen3: Path, pool_url: str, log_file: Path) -> None:

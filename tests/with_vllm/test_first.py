@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from headwater.bench.vllm_engine import EngineProcess, engine, settings_of
+from headwater.connector.metrics import POOL_METRICS
 
+from metric_cases import samples
+from support import wait_until
 from vllm_models import hit_tokens, random_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -53,9 +56,13 @@ def test_a_second_request_hits_and_says_the_same(server: EngineProcess, expected
     metrics = server.ask("metrics")
     # A prompt's last token comes along, though it is computed.
     num_loaded = hit["external"] + sum(hit_tokens(prompt) == len(prompt) - 1 for prompt in PROMPTS)
-    assert metrics["vllm:headwater_loaded_bytes"] == num_loaded * 30 * 3 * 2 * 64 * 4
-    assert metrics["vllm:headwater_saved_bytes"] > 0
-    assert not metrics.get("vllm:headwater_dropped_chunks")
+    assert metrics["headwater_pool_loaded_bytes"] == num_loaded * 30 * 3 * 2 * 64 * 4
+    assert metrics["headwater_pool_saved_bytes"] > 0
+    assert not metrics.get("headwater_pool_dropped_chunks")
+    assert metrics["headwater_pool_asked_tokens"] >= 2 * sum(len(prompt) - 1 for prompt in PROMPTS)
+    assert metrics["headwater_pool_loaded_tokens"] == metrics["headwater_pool_matched_tokens"] == hit["external"]
+    assert metrics["headwater_pool_load_duration_seconds_count"] == len(PROMPTS)
+    assert 0 < metrics["headwater_store_used_bytes"] <= metrics["headwater_store_data_bytes"] < 1 << 30
 
 
 def test_the_next_turn_finds_what_was_generated(server: EngineProcess, expected: dict[str, list[list[int]]]) -> None:
@@ -91,17 +98,53 @@ def test_after_a_reset_of_the_connector_nothing_old_is_found(
 
 
 def test_three_ranks_read_and_write_what_one_rank_does(
-    smollm2: Path, pool_url: str, log_file: Path, expected: dict[str, list[list[int]]], server: EngineProcess
+    smollm2: Path,
+    pool_url: str,
+    log_file: Path,
+    expected: dict[str, list[list[int]]],
+    server: EngineProcess,
+    tmp_path: Path,
 ) -> None:
-    """Blocks of 32, layer by layer. (The third start.)"""
+    """Blocks of 32, layer by layer, and a second tier. (The third start.)"""
     server.close()
-    settings = settings_of(smollm2, pool_url, tp=3, block_size=32, extra={"load_mode": "layerwise"})
+    below = f"file://{tmp_path}/below?capacity=512MiB"
+    settings = settings_of(smollm2, f"{pool_url},{below}", tp=3, block_size=32, extra={"load_mode": "layerwise"})
     with engine(log_file, settings) as ranks:
         hit = ranks.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)
         assert hit["external"] == sum(map(hit_tokens, PROMPTS))
         later = ranks.ask("generate", prompts=[LATER], max_tokens=NUM_NEW)
         assert later["external"] == 0
         assert [*hit["tokens"], *later["tokens"]] == expected["tokens"]
+        check_page_of_ranks(ranks)
+
+
+def check_page_of_ranks(ranks: EngineProcess) -> None:
+    """vLLM's page has every metric; what only ranks know has come from the ranks, and the store's figures from one
+    process alone. Steps carry the figures out, and the copier is a process of its choice."""
+    shown: dict[str, float] = {}
+
+    def is_copied() -> bool:
+        ranks.ask("generate", prompts=[random_tokens(6, 16, 40000)], max_tokens=2)
+        text = ranks.ask("page")
+        shown.update(samples(text, only={"engine": "0"}, start="headwater_"))
+        stored = [value for name, value in shown.items() if name.startswith("headwater_tier_stored_total{")]
+        return len(stored) == 2 and min(stored) == max(stored)
+
+    wait_until(is_copied, 60, "all chunks are in both tiers")
+    (model,) = {name.partition('model_name="')[2].partition('"')[0] for name in shown}
+    found: dict[str, dict[str, float]] = {}
+    for name, value in shown.items():
+        plain, _, labels = name.partition("{")
+        found.setdefault(plain, {})[labels.partition('tier="')[2].partition(":")[0]] = value
+    assert model
+    missing = {metric.name for metric in POOL_METRICS if metric.kind != "histogram"} - found.keys()
+    assert not missing
+    chunks = found["headwater_store_chunks"][""]
+    assert found["headwater_store_stored_total"][""] == found["headwater_tier_stored_total"]["file"] == chunks
+    assert found["headwater_store_members"][""] >= 4, "three ranks and the scheduler"
+    assert found["headwater_tier_hits_total"]["shm"] > 0 == found["headwater_tier_hits_total"]["file"]
+    assert found["headwater_tier_breaker_open"] == {"shm": 0, "file": 0}
+    assert found["headwater_pool_load_duration_seconds_count"][""] == 3 * len(PROMPTS)
 
 
 def test_a_restarted_server_with_other_blocks_hits_and_survives_a_damaged_pool(
@@ -117,7 +160,7 @@ def test_a_restarted_server_with_other_blocks_hits_and_survives_a_damaged_pool(
         hurt = restarted.ask("generate", prompts=[*PROMPTS, LATER], max_tokens=NUM_NEW)
         assert hurt["tokens"] == expected["tokens"]
         metrics = restarted.ask("metrics")
-        assert metrics["vllm:headwater_damaged_chunks"] > 0, "nothing of the damage was read"
+        assert metrics["headwater_pool_damaged_chunks"] > 0, "nothing of the damage was read"
         assert restarted.ask("reset")
         healed = restarted.ask("generate", prompts=[*PROMPTS, LATER], max_tokens=NUM_NEW)
         assert healed["tokens"] == expected["tokens"]

@@ -241,6 +241,24 @@ def test_in_async_mode_nobody_has_used_what_failed(space: Space) -> None:
     assert not side._spoiled
 
 
+def test_loads_are_counted_as_they_end(space: Space) -> None:
+    """One comes whole, one in part, and for the third nobody waits any more."""
+    fill(space, 600)
+    side, ends = make_side(space), {"a": 3, "b": 1, "c": 0}
+    for name, num_chunks in ends.items():
+        request = make_request(name, 700)
+        assert [side.match(request, 0) for _ in range(3)] == [600] * 3
+        side.allocated(request, [*range(100, 144)], 600)
+        side.order(make_step())
+        if name == "c":
+            side.finish(request, [])
+        side.hear(StepReport(num_chunks={name: [num_chunks]}), set())
+    stats = side.counts.stats()
+    assert (stats.num_asked_tokens, stats.num_matched_tokens) == (3 * 699, 3 * 600)
+    assert (stats.num_loaded_tokens, stats.num_failed_loads) == (600 + 256, 1)
+    assert stats.wait_seconds > 0
+
+
 def test_an_id_that_is_used_again_is_another_request(space: Space) -> None:
     fill(space, 600)
     side, first = make_side(space, "blocking"), make_request("a", 700)

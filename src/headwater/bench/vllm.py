@@ -301,9 +301,9 @@ def _settled(running: EngineProcess) -> dict[str, float]:
         time.sleep(1.0)
         running.ask("generate", prompts=[_prompt(7, 16)], max_tokens=2)
         found = {
-            name.removeprefix("vllm:headwater_"): value
+            name.removeprefix("headwater_pool_"): value
             for name, value in running.ask("metrics").items()
-            if name.startswith("vllm:headwater_")
+            if name.startswith("headwater_pool_")
         }
         if found.get("saved_bytes", 0.0) == last or time.monotonic() > deadline:
             return found

@@ -70,16 +70,26 @@ class Commands:
         return bool(self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
 
     def metrics(self) -> dict[str, float]:
-        """Every counter and gauge of vLLM, by name. (Its own `get_metrics` makes whole numbers of them.)"""
+        """Every counter and gauge of vLLM and of Headwater, by name. (vLLM's `get_metrics` knows only its own, as whole
+        numbers.)"""
         from prometheus_client import REGISTRY
 
         found: dict[str, float] = {}
         for metric in REGISTRY.collect():
             for sample in metric.samples:
-                if sample.name.startswith("vllm:") and not sample.name.endswith(("_created", "_bucket")):
+                if sample.name.startswith(("vllm:", "headwater_")) and not sample.name.endswith(
+                    ("_created", "_bucket")
+                ):
                     name = sample.name.removesuffix("_total")
                     found[name] = found.get(name, 0.0) + sample.value
         return found
+
+    def page(self) -> str:
+        """What vLLM's /metrics would answer."""
+        from prometheus_client import generate_latest
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        return generate_latest(get_prometheus_registry()).decode()
 
 
 def main() -> None:

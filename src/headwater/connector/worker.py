@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from headwater.connector.clock import PROCESS_THREADS, timed
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job, Loaded
-from headwater.connector.stats import TransferStats
+from headwater.connector.stats import LOAD_BUCKETS_S, Durations, TransferStats
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
@@ -45,6 +46,10 @@ class WorkerHalf:
         config: ConnectorConfig,
         on_loaded: Callable[[Loaded], None],
     ) -> None:
+        self._on_loaded = on_loaded
+        self._load_times = Durations(LOAD_BUCKETS_S)
+        self.step_seconds = 0.0
+        """Time of the thread that runs the model, spent here since the start."""
         kind = "cuda" if view.device.type == "cuda" else "cpu"
         each = _one_way_bytes(config, kind)
         self._saver = Saver(
@@ -63,20 +68,24 @@ class WorkerHalf:
             staging_bytes=each,
             group_bytes=config.group_bytes,
             deadline_s=config.load_deadline_s,
-            on_done=lambda name, count: on_loaded(Loaded(name, count)),
+            on_done=self._end_load,
         )
 
+    @timed
     def save(self, jobs: Sequence[Job]) -> None:
         """Take the jobs' KV out of the cache now and store it in the background. Together they cost a GPU's engine
         hardly more than one."""
         self._saver.save_all([Wanted(job.request_id, job.chunks, job.block_ids) for job in jobs])
 
+    @timed
     def begin_save(self, job: Job) -> None:
         """Take the job's KV out of the cache layer by layer, in the course of the step that computes it."""
         self._saver.begin(job.request_id, job.chunks, job.block_ids)
 
+    @timed
     def load(self, job: Job, *, layerwise: bool = False) -> None:
         """Bring the job's KV into its blocks in the background; with `layerwise`, for a step that begins now."""
+        self._load_times.start(job.request_id)
         self._loader.load(job.request_id, job.chunks, job.block_ids, layerwise=layerwise)
 
     @property
@@ -84,10 +93,12 @@ class WorkerHalf:
         """Whether the coming step must call `before_layer` and `after_layer`."""
         return self._saver.has_open or self._loader.has_open
 
+    @timed
     def before_layer(self, layer: int) -> None:
         """Wait for the KV of one layer (of the whole model). On a GPU the stream waits, the caller hardly."""
         self._loader.wait_layer(layer)
 
+    @timed
     def after_layer(self, layer: int) -> None:
         """The step has written its KV of one layer: save it, if somebody wants to."""
         self._saver.layer_done(layer)
@@ -110,11 +121,22 @@ class WorkerHalf:
             loaded_bytes=self._loader.num_bytes,
             saved_bytes=self._saver.num_bytes,
             load_seconds=self._loader.seconds,
+            load_times=self._load_times.total,
             num_dropped=self._saver.num_dropped,
             num_damaged=self._loader.statuses[Status.DAMAGED],
+            step_seconds=self.step_seconds,
+            thread_seconds=PROCESS_THREADS.seconds(),
         )
+
+    def take_load_times(self) -> list[float]:
+        """Seconds that each load took which has ended since the last call, from its order on."""
+        return self._load_times.take()
 
     def close(self) -> None:
         """Drain saves for a moment, then stop both threads. Idempotent."""
         self._saver.close()
         self._loader.close()
+
+    def _end_load(self, request_id: str, num_chunks: int) -> None:
+        self._load_times.end(request_id)
+        self._on_loaded(Loaded(request_id, num_chunks))

@@ -28,7 +28,7 @@ from headwater.engine.sampler import SamplingBatch, make_sampling_batch, unpack_
 from headwater.engine.scheduler import Scheduler, Step
 from headwater.errors import EngineConfigError, EngineDeadError, EngineError, RequestError
 from headwater.models.checkpoint import Checkpoint, open_checkpoint
-from headwater.stores.stats import TierStats
+from headwater.stores.stats import StoreStats
 
 LOAD_WAIT_S = 0.05
 """How long a step waits for the pool when it has nothing else to do; then its caller may look around."""
@@ -171,9 +171,9 @@ class Engine:
             pool=self._link.stats(),
         )
 
-    def tiers(self) -> tuple[TierStats, ...]:
-        """What rank 0 did with each tier of the pool; empty without a pool, or with one tier only."""
-        return self._link.tiers()
+    def store_stats(self) -> StoreStats | None:
+        """The pool now, and what rank 0 did with each of its tiers; None without a pool. Asks no server."""
+        return self._link.store_stats()
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached KV that no request is using; returns how many pages that was."""

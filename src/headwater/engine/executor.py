@@ -27,7 +27,7 @@ from headwater.kv.identity import Identity
 from headwater.models.checkpoint import Checkpoint
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
-from headwater.stores.stats import TierStats
+from headwater.stores.stats import StoreStats
 
 LOAD_POLL_S = 0.0005
 
@@ -181,9 +181,9 @@ class Executor:
         """What rank 0 moved; all zero without a pool."""
         return TransferStats() if self._half is None else self._half.stats()
 
-    def tiers(self) -> tuple[TierStats, ...]:
-        """What rank 0 did with each tier of the pool; empty without a pool, or with one tier only."""
-        return () if self._pool is None else self._pool.tiers()
+    def store_stats(self) -> StoreStats | None:
+        """The pool now, and what rank 0 did with each of its tiers; None without a pool. Asks no server."""
+        return None if self._pool is None else self._pool.stats().store
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until the saves of all ranks are in the pool or given up; False if that takes longer."""

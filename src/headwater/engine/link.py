@@ -5,15 +5,13 @@ Requests are known to the pool by their arrival: their own ids may be used again
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job, Loaded
 from headwater.connector.scheduler import SchedulerHalf
-from headwater.connector.stats import TransferStats
-from headwater.stores.stats import TierStats
+from headwater.connector.stats import SchedulerCounts, TransferStats
+from headwater.stores.stats import StoreStats
 
 if TYPE_CHECKING:
     from headwater.engine.request import Request
@@ -83,8 +81,8 @@ class Link(Protocol):
         """What rank 0 moved."""
         ...
 
-    def tiers(self) -> tuple[TierStats, ...]:
-        """What rank 0 did with each tier of the pool; empty where there is one only."""
+    def store_stats(self) -> StoreStats | None:
+        """The pool now, and what rank 0 did with each of its tiers; None without a pool."""
         ...
 
 
@@ -125,9 +123,9 @@ class NoPool:
         """Nothing was moved."""
         return TransferStats()
 
-    def tiers(self) -> tuple[TierStats, ...]:
-        """There are none."""
-        return ()
+    def store_stats(self) -> StoreStats | None:
+        """There is none."""
+        return None
 
 
 class Mover(Protocol):
@@ -165,8 +163,8 @@ class Mover(Protocol):
         """Wait for the saves of all ranks."""
         ...
 
-    def tiers(self) -> tuple[TierStats, ...]:
-        """What rank 0 did with each tier of the pool."""
+    def store_stats(self) -> StoreStats | None:
+        """The pool now, and what rank 0 did with each of its tiers."""
         ...
 
     def transfer_stats(self) -> TransferStats:
@@ -182,23 +180,19 @@ class PoolLink:
         self._config = config
         self._mover = mover
         self._dummy_page = dummy_page
-        self._started: dict[str, tuple[float, range]] = {}
-        """When each load under way began, and the tokens it may bring."""
-        self._num_asked = self._num_matched = self._num_loaded = 0
-        self._wait_seconds = 0.0
+        self._counts = SchedulerCounts()
 
     def start_load(self, request: Request, num_shared: int) -> LoadStart:
         """Ask the pool, and start the load where it has enough. In blocking mode it has ended on return."""
         # The last token's KV may come along, but the token itself is computed: the next one is sampled from it.
         num_matched = self._half.num_matched(str(request.arrival), request.tokens, len(request.tokens))
         num_matched = min(num_matched, len(request.tokens) - 1)
-        self._num_asked += len(request.tokens) - 1
-        self._num_matched += num_matched
+        self._counts.asked(str(request.arrival), len(request.tokens) - 1, num_matched)
         if num_matched - request.num_computed < self._config.min_load_tokens:
             return NOTHING
         block_ids = request.page_row[: len(request.pages)]
         job = self._half.start_load(str(request.arrival), request.num_computed, block_ids, num_shared, self._dummy_page)
-        self._started[job.request_id] = time.monotonic(), range(request.num_computed, num_matched)
+        self._counts.load_started(job.request_id, range(request.num_computed, num_matched))
         mode = self._config.load_mode
         self._mover.load(job, layerwise=mode == "layerwise")
         if mode == "async":
@@ -240,6 +234,7 @@ class PoolLink:
 
     def cancel(self, request: Request) -> None:
         """Stop its load; the end of it is still reported."""
+        self._counts.load_cancelled(str(request.arrival))
         self._mover.cancel(str(request.arrival))
 
     def forget(self, request: Request) -> None:
@@ -251,9 +246,7 @@ class PoolLink:
         ended = []
         for name, num_chunks in ((loaded.request_id, loaded.num_chunks) for loaded in self._mover.wait_loaded(wait_s)):
             num_tokens = self._half.finish_load(name, num_chunks)
-            start_s, wanted = self._started.pop(name)
-            self._wait_seconds += time.monotonic() - start_s
-            self._num_loaded += max(0, min(num_tokens, wanted.stop) - wanted.start)
+            self._counts.load_ended(name, num_tokens)
             ended.append(LoadEnd(int(name), num_tokens))
         return ended
 
@@ -263,14 +256,8 @@ class PoolLink:
 
     def stats(self) -> TransferStats:
         """What was asked for here, and what rank 0 moved."""
-        return replace(
-            self._mover.transfer_stats(),
-            num_asked_tokens=self._num_asked,
-            num_matched_tokens=self._num_matched,
-            num_loaded_tokens=self._num_loaded,
-            wait_seconds=self._wait_seconds,
-        )
+        return self._counts.add_to(self._mover.transfer_stats())
 
-    def tiers(self) -> tuple[TierStats, ...]:
-        """What rank 0 did with each tier of the pool; empty where there is one only."""
-        return self._mover.tiers()
+    def store_stats(self) -> StoreStats | None:
+        """The pool now, and what rank 0 did with each of its tiers."""
+        return self._mover.store_stats()

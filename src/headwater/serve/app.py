@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headwater.errors import EngineDeadError, HeadwaterError, RequestError
 from headwater.serve.errors import error_reply
 from headwater.serve.generation import Generation, Generator
-from headwater.serve.metrics import CONTENT_TYPE, ServerMetrics
+from headwater.serve.metrics import ServerMetrics
 from headwater.serve.openai import LARGE_BODY_BYTES, Call, Limits, parse_chat, parse_completion, shown
 from headwater.serve.replies import ChatReply, Choice, CompletionReply, Reply
 
@@ -113,7 +113,8 @@ class _Server:
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""
-        return Response(self._generator.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        page, content_type = self._generator.metrics.render(request.headers.get("accept", ""))
+        return Response(page, headers={"content-type": content_type})
 
     def _answer(self, call: Call, kind: type[Reply]) -> Response:
         self._check_model(call.model)
@@ -310,7 +311,7 @@ def _count_requests(app: ASGIApp, metrics: ServerMetrics, paths: frozenset[str])
             await app(scope, receive, noted)
         finally:
             path = scope["path"] if scope["path"] in paths else "other"
-            metrics.http_requests.add(1, path, str(status))
+            metrics.http_requests.labels(path, str(status)).inc()
 
     return counted
 

@@ -151,7 +151,7 @@ class Generation:
         outcome = "error" if isinstance(error, HeadwaterError) else "abort"
         for sequence in self._sequences:
             if sequence.text.finish_reason is None:
-                self._metrics.sequences.add(1, outcome)
+                self._metrics.sequences.labels(outcome).inc()
 
     async def next(self) -> list[ChoiceDelta]:
         """The next deltas, those that say nothing left out; empty when all choices have ended.
@@ -184,7 +184,7 @@ class Generation:
         self._count(sequence, output.num_prompt_tokens, output.num_cached_tokens, num_before, time_s)
         if delta.finish_reason is not None:
             self._flight.finish(index)
-            self._metrics.sequences.add(1, delta.finish_reason.value)
+            self._metrics.sequences.labels(delta.finish_reason.value).inc()
             self._metrics.sequence_s.observe(time_s - self._arrival_s)
         if not (delta.text or delta.logprobs or delta.finish_reason):
             return None
@@ -194,12 +194,13 @@ class Generation:
         num_new = sequence.text.num_tokens - num_before
         if not num_new:
             return
-        self._metrics.generated_tokens.add(num_new)
+        self._metrics.generated_tokens.inc(num_new)
         if sequence.last_s is None:
             sequence.num_prompt_tokens, sequence.num_cached_tokens = num_prompt, num_cached
-            self._metrics.prompt_tokens.add(num_prompt)
-            self._metrics.cached_tokens.add(num_cached)
+            self._metrics.prompt_tokens.inc(num_prompt)
+            self._metrics.cached_tokens.inc(num_cached)
             self._metrics.first_token_s.observe(time_s - self._arrival_s)
         else:
-            self._metrics.inter_token_s.observe((time_s - sequence.last_s) / num_new, num_new)
+            for _ in range(num_new):
+                self._metrics.inter_token_s.observe((time_s - sequence.last_s) / num_new)
         sequence.last_s = time_s

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import msgspec
 
+from headwater.connector.stats import Distribution
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineError
-from headwater.stores.stats import TierStats
 
 MAX_FRAME_BYTES = 64 << 20
 """A million token ids are 5 MiB; whatever announces more than this is not one of our frames."""
@@ -117,18 +117,11 @@ class Stats(_Message, frozen=True):
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
-    pool_asked_tokens: int = 0
-    pool_matched_tokens: int = 0
-    pool_loaded_tokens: int = 0
-    pool_wait_seconds: float = 0.0
-    pool_loaded_bytes: int = 0
-    pool_saved_bytes: int = 0
-    pool_load_seconds: float = 0.0
-    pool_dropped_chunks: int = 0
-    pool_damaged_chunks: int = 0
     num_steps: int = 0
-    tiers: tuple[TierStats, ...] = ()
-    """Of a pool of several; fastest first."""
+    pool: dict[str, dict[str, float]] = {}
+    """What is known of the pool, by metric and tier (`connector.metrics.Values`)."""
+    pool_times: dict[str, Distribution] = {}
+    """Its histograms, by metric."""
 
 
 ToEngine = Start | Submit | Abort | Shutdown

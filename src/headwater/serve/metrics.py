@@ -1,229 +1,161 @@
-"""Counters, gauges and histograms in Prometheus' text format. Small on purpose: one thread, no dependency.
+"""The /metrics page of `headwater serve`, in a registry of its own: several servers may live in one process.
 
-`ServerMetrics` is the list of what this server reports; what the engine counts itself comes from its last snapshot.
+The server counts its requests itself. Everything else is read from the engine's last snapshot: the engine's own
+figures, which are declared here, and those of its pool, which `headwater.connector.metrics` declares for all engines.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info
+from prometheus_client import Metric as Family
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from headwater.connector.metrics import POOL_METRICS, Kind, Metric, Source
+from headwater.connector.stats import Distribution
 from headwater.serve.messages import Stats
-from headwater.stores.stats import TierStats
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
-Sample = tuple[tuple[tuple[str, str], ...], float]
-"""Labels, as (name, value), and a number."""
+def _engine(name: str, kind: Kind, field: str, text: str) -> Metric:
+    return Metric(f"headwater_{name}", kind, text, Source.ENGINE, field)
 
 
-class Metric:
-    """A named family of samples. `lines` is its part of the page."""
-
-    kind = "untyped"
-
-    def __init__(self, name: str, help_text: str) -> None:
-        self.name = name
-        self.help_text = help_text
-
-    def lines(self) -> Iterator[str]:
-        """The family as Prometheus reads it."""
-        yield f"# HELP {self.name} {_escaped(self.help_text)}"
-        yield f"# TYPE {self.name} {self.kind}"
-        yield from self._samples()
-
-    def _samples(self) -> Iterator[str]:
-        raise NotImplementedError
+def _server(name: str, text: str, *labels: str, buckets: tuple[float, ...] = ()) -> Metric:
+    return Metric(
+        f"headwater_{name}",
+        "histogram" if buckets else "counter",
+        text,
+        Source.SERVER,
+        labels=labels,
+        buckets=buckets,
+    )
 
 
-class Counter(Metric):
-    """A number that only grows, one for each combination of label values."""
-
-    kind = "counter"
-
-    def __init__(self, name: str, help_text: str, labels: tuple[str, ...] = ()) -> None:
-        super().__init__(name, help_text)
-        self._labels = labels
-        self._values: dict[tuple[str, ...], float] = {} if labels else {(): 0}
-
-    def add(self, amount: float = 1, *values: str) -> None:
-        """Count `amount` for these label values. They must come from a small set: each makes a series."""
-        assert len(values) == len(self._labels), f"{self.name} has labels {self._labels}"
-        self._values[values] = self._values.get(values, 0) + amount
-
-    def _samples(self) -> Iterator[str]:
-        for values, number in self._values.items():
-            yield f"{self.name}{_labels(zip(self._labels, values, strict=True))} {_number(number)}"
-
-
-class Reading(Metric):
-    """Numbers that someone else keeps, each with its labels: read when the page is made."""
-
-    def __init__(self, name: str, help_text: str, kind: str, read: Callable[[], Iterable[Sample]]) -> None:
-        super().__init__(name, help_text)
-        self.kind = kind
-        self._read = read
-
-    def _samples(self) -> Iterator[str]:
-        for labels, number in self._read():
-            yield f"{self.name}{_labels(labels)} {_number(number)}"
-
-
-class Info(Metric):
-    """Facts as labels of a constant 1."""
-
-    kind = "gauge"
-
-    def __init__(self, name: str, help_text: str, facts: dict[str, str]) -> None:
-        super().__init__(name, help_text)
-        self._facts = facts
-
-    def _samples(self) -> Iterator[str]:
-        yield f"{self.name}{_labels(self._facts.items())} 1"
-
-
-class Histogram(Metric):
-    """How observations are spread over fixed buckets."""
-
-    kind = "histogram"
-
-    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...]) -> None:
-        super().__init__(name, help_text)
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count one observation (or several equal ones). A bucket includes its upper bound."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def _samples(self) -> Iterator[str]:
-        total = 0
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            yield f'{self.name}_bucket{{le="{_number(bound)}"}} {total}'
-        yield f"{self.name}_sum {_number(self._sum)}"
-        yield f"{self.name}_count {total}"
-
-
-_M = TypeVar("_M", bound=Metric)
+ENGINE_METRICS = (
+    _engine("requests_running", "gauge", "num_running", "Sequences that the engine works on."),
+    _engine("requests_waiting", "gauge", "num_waiting", "Sequences that wait for room."),
+    _engine("kv_pages", "gauge", "num_pages", "Pages of the KV cache."),
+    _engine("kv_pages_used", "gauge", "num_used_pages", "Pages that running sequences need."),
+    _engine("kv_pages_cached", "gauge", "num_cached_pages", "Pages that only the prefix cache keeps."),
+    _engine("preemptions_total", "counter", "num_preemptions", "Sequences put back to make room."),
+    _engine(
+        "prefix_cache_queried_tokens_total",
+        "counter",
+        "num_prompt_tokens",
+        "Prompt tokens looked up, in the engine's prefix cache and in the pool.",
+    ),
+    _engine(
+        "prefix_cache_hit_tokens_total",
+        "counter",
+        "num_cached_tokens",
+        "Prompt tokens found in the prefix cache or loaded from the pool.",
+    ),
+    _engine("engine_steps_total", "counter", "num_steps", "Steps of the engine."),
+)
+HTTP_REQUESTS = _server(
+    "http_requests_total",
+    "HTTP requests. Status 499: the client left before an answer.",
+    *("path", "status"),
+)
+SEQUENCES = _server(
+    "sequences_total",
+    "Generated sequences, by how they ended: stop, length, abort (the client left) or error.",
+    "outcome",
+)
+PROMPT_TOKENS = _server("prompt_tokens_total", "Tokens of prompts that were begun, as clients were told.")
+CACHED_TOKENS = _server("cached_prompt_tokens_total", "Of the prompt tokens: those whose KV was already there.")
+GENERATED_TOKENS = _server("generated_tokens_total", "Tokens generated.")
+FIRST_TOKEN = _server(
+    "time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=FIRST_TOKEN_BUCKETS_S
+)
+INTER_TOKEN = _server(
+    "inter_token_seconds", "Between one token of a sequence and the next.", buckets=INTER_TOKEN_BUCKETS_S
+)
+SEQUENCE = _server("sequence_seconds", "From a request's arrival to the end of a sequence.", buckets=REQUEST_BUCKETS_S)
+SERVER_INFO = Metric(
+    "headwater_server_info", "gauge", "What is running; always 1.", Source.SERVER, labels=("version", "model")
+)
+SERVER_METRICS = (
+    HTTP_REQUESTS,
+    SEQUENCES,
+    PROMPT_TOKENS,
+    CACHED_TOKENS,
+    GENERATED_TOKENS,
+    FIRST_TOKEN,
+    INTER_TOKEN,
+    SEQUENCE,
+    SERVER_INFO,
+)
+"""What the server counts itself."""
 
 
 class ServerMetrics:
-    """Everything on the /metrics page."""
+    """Everything on the page. `stats` gives the engine's last snapshot; `facts` say what is running."""
 
     def __init__(self, stats: Callable[[], Stats], facts: dict[str, str]) -> None:
-        self._families: list[Metric] = []
-        self._engine(stats)
-        self._add(Info("headwater_server_info", "What is running.", facts))
-        self.http_requests = self._add(
-            Counter("headwater_http_requests_total", "HTTP requests, by path and status.", ("path", "status"))
-        )
-        self.sequences = self._add(
-            Counter(
-                "headwater_sequences_total",
-                "Generated sequences, by how they ended: stop, length, abort (client gone) or error.",
-                ("outcome",),
-            )
-        )
-        self.prompt_tokens = self._add(Counter("headwater_prompt_tokens_total", "Tokens of prompts that were begun."))
-        self.cached_tokens = self._add(
-            Counter("headwater_cached_prompt_tokens_total", "Of those, tokens whose KV was already there.")
-        )
-        self.generated_tokens = self._add(Counter("headwater_generated_tokens_total", "Tokens generated."))
-        self.first_token_s = self._add(
-            Histogram(
-                "headwater_time_to_first_token_seconds",
-                "From the request's arrival to its first token.",
-                FIRST_TOKEN_BUCKETS_S,
-            )
-        )
-        self.inter_token_s = self._add(
-            Histogram(
-                "headwater_inter_token_seconds", "Between one token of a sequence and the next.", INTER_TOKEN_BUCKETS_S
-            )
-        )
-        self.sequence_s = self._add(
-            Histogram("headwater_sequence_seconds", "From the request's arrival to the end.", REQUEST_BUCKETS_S)
-        )
+        self._registry = CollectorRegistry()
+        self._registry.register(_Snapshot(stats))
+        Info(SERVER_INFO.name.removesuffix("_info"), SERVER_INFO.help, registry=self._registry).info(facts)
+        self.http_requests = self._counter(HTTP_REQUESTS)
+        self.sequences = self._counter(SEQUENCES)
+        self.prompt_tokens = self._counter(PROMPT_TOKENS)
+        self.cached_tokens = self._counter(CACHED_TOKENS)
+        self.generated_tokens = self._counter(GENERATED_TOKENS)
+        self.first_token_s = self._histogram(FIRST_TOKEN)
+        self.inter_token_s = self._histogram(INTER_TOKEN)
+        self.sequence_s = self._histogram(SEQUENCE)
 
-    def render(self) -> bytes:
-        """The page."""
-        return "".join(f"{line}\n" for family in self._families for line in family.lines()).encode()
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The page and its content type: OpenMetrics for those who accept it, else Prometheus' text format."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
 
-    def _add(self, metric: _M) -> _M:
-        self._families.append(metric)
-        return metric
+    def _counter(self, metric: Metric) -> Counter:
+        return Counter(metric.name, metric.help, metric.labels, registry=self._registry)
 
-    def _engine(self, stats: Callable[[], Stats]) -> None:
-        gauges: list[tuple[str, str, Callable[[Stats], float]]] = [
-            ("requests_running", "Sequences that the engine works on.", lambda s: s.num_running),
-            ("requests_waiting", "Sequences that wait for room.", lambda s: s.num_waiting),
-            ("kv_pages", "Pages of the KV cache.", lambda s: s.num_pages),
-            ("kv_pages_used", "Pages that running sequences need.", lambda s: s.num_used_pages),
-            ("kv_pages_cached", "Pages that only the prefix cache keeps.", lambda s: s.num_cached_pages),
-        ]
-        counters: list[tuple[str, str, Callable[[Stats], float]]] = [
-            ("preemptions_total", "Sequences put back to make room.", lambda s: s.num_preemptions),
-            ("prefix_cache_queried_tokens_total", "Prompt tokens looked up.", lambda s: s.num_prompt_tokens),
-            ("prefix_cache_hit_tokens_total", "Prompt tokens found.", lambda s: s.num_cached_tokens),
-            ("engine_steps_total", "Steps of the engine.", lambda s: s.num_steps),
-            ("pool_asked_tokens_total", "Tokens looked up in the pool.", lambda s: s.pool_asked_tokens),
-            ("pool_matched_tokens_total", "Of those, tokens that the pool had.", lambda s: s.pool_matched_tokens),
-            ("pool_loaded_tokens_total", "Of those, tokens that came from there.", lambda s: s.pool_loaded_tokens),
-            ("pool_wait_seconds_total", "Time that requests waited for loads.", lambda s: s.pool_wait_seconds),
-            ("pool_loaded_bytes_total", "KV brought from the pool, by rank 0.", lambda s: s.pool_loaded_bytes),
-            ("pool_saved_bytes_total", "KV stored in the pool, by rank 0.", lambda s: s.pool_saved_bytes),
-            ("pool_load_seconds_total", "Time that moving them took.", lambda s: s.pool_load_seconds),
-            ("pool_dropped_chunks_total", "Chunks not saved: too slow, or failed.", lambda s: s.pool_dropped_chunks),
-            ("pool_damaged_chunks_total", "Chunks that did not verify.", lambda s: s.pool_damaged_chunks),
-        ]
-        for kind, rows in (("gauge", gauges), ("counter", counters)):
-            for name, help_text, read in rows:
-                self._add(Reading(f"headwater_{name}", help_text, kind, _reader(stats, read)))
-        tier_gauges: list[tuple[str, str, Callable[[TierStats], float]]] = [
-            ("usable", "1; 0 while its circuit breaker is open.", lambda t: t.breaker == "closed"),
-            ("waiting_chunks", "Chunks that this server is to copy there.", lambda t: t.waiting),
-        ]
-        tier_counters: list[tuple[str, str, Callable[[TierStats], float]]] = [
-            ("breaker_trips_total", "How often the breaker opened.", lambda t: t.breaker_trips),
-            ("hits_total", "Pieces of chunks that rank 0 read there.", lambda t: t.hits),
-            ("hit_bytes_total", "Their bytes.", lambda t: t.hit_bytes),
-            ("stored_bytes_total", "Bytes stored there; in the first tier by all servers.", lambda t: t.stored_bytes),
-            ("failed_total", "Operations that failed.", lambda t: t.failed),
-            ("damaged_total", "Chunks that did not verify there.", lambda t: t.damaged),
-        ]
-        for kind, of_tiers in (("gauge", tier_gauges), ("counter", tier_counters)):
-            for name, help_text, of_tier in of_tiers:
-                self._add(Reading(f"headwater_tier_{name}", help_text, kind, _tier_reader(stats, of_tier)))
+    def _histogram(self, metric: Metric) -> Histogram:
+        return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=self._registry)
 
 
-def _reader(stats: Callable[[], Stats], read: Callable[[Stats], float]) -> Callable[[], list[Sample]]:
-    return lambda: [((), read(stats()))]
+class _Snapshot(Collector):
+    """What the engine process counts: read when the page is made."""
+
+    def __init__(self, stats: Callable[[], Stats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Family]:
+        """One family for each declared metric; those of a store and its tiers are empty without a pool."""
+        stats = self._stats()
+        for metric in ENGINE_METRICS:
+            yield _family(metric, {"": getattr(stats, metric.field)})
+        for metric in POOL_METRICS:
+            if metric.kind == "histogram":
+                yield _histogram(metric, stats.pool_times.get(metric.name, Distribution()))
+            else:
+                nothing = {"": 0.0} if metric.starts_at_zero else {}
+                yield _family(metric, stats.pool.get(metric.name, nothing))
 
 
-def _tier_reader(stats: Callable[[], Stats], read: Callable[[TierStats], float]) -> Callable[[], list[Sample]]:
-    return lambda: [((("tier", tier.url),), read(tier)) for tier in stats().tiers]
+def _family(metric: Metric, series: dict[str, float]) -> Family:
+    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = make(metric.name, metric.help, labels=metric.labels)
+    for tier, value in series.items():
+        family.add_metric([tier] if metric.labels else [], value)
+    return family
 
 
-def _labels(pairs: Iterable[tuple[str, str]]) -> str:
-    text = ",".join(f'{name}="{_escaped(value, quotes=True)}"' for name, value in pairs)
-    return f"{{{text}}}" if text else ""
-
-
-def _escaped(text: str, *, quotes: bool = False) -> str:
-    text = text.replace("\\", r"\\").replace("\n", r"\n")
-    return text.replace('"', r"\"") if quotes else text
-
-
-def _number(value: float) -> str:
-    if value == float("inf"):
-        return "+Inf"
-    return str(int(value)) if value == int(value) else repr(float(value))
+def _histogram(metric: Metric, found: Distribution) -> Family:
+    counts = found.counts or (0,) * (len(metric.buckets) + 1)
+    bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
+    family = HistogramMetricFamily(metric.name, metric.help)
+    family.add_metric([], [*zip(bounds, map(float, accumulate(counts)), strict=True)], found.sum)
+    return family

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
+from headwater.connector.metrics import distributions, snapshot
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineError, HeadwaterError, RequestError
@@ -179,17 +180,9 @@ def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) ->
             num_cached_tokens=now.num_cached_tokens,
             num_generated_tokens=now.num_generated_tokens,
             num_preemptions=now.num_preemptions,
-            pool_asked_tokens=now.pool.num_asked_tokens,
-            pool_matched_tokens=now.pool.num_matched_tokens,
-            pool_loaded_tokens=now.pool.num_loaded_tokens,
-            pool_wait_seconds=now.pool.wait_seconds,
-            pool_loaded_bytes=now.pool.loaded_bytes,
-            pool_saved_bytes=now.pool.saved_bytes,
-            pool_load_seconds=now.pool.load_seconds,
-            pool_dropped_chunks=now.pool.num_dropped,
-            pool_damaged_chunks=now.pool.num_damaged,
             num_steps=now.num_steps,
-            tiers=engine.tiers(),
+            pool=snapshot(now.pool, engine.store_stats()),
+            pool_times=distributions(now.pool),
         )
 
     ready = Ready(

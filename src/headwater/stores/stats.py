@@ -50,6 +50,17 @@ class TierStats:
     """Whose events of this tier reach followers here: `host` (all processes of this one) or `fleet` (all hosts)."""
     heard: int = 0
     """Events of other hosts that this process has brought."""
+    host_wide: tuple[str, ...] = ()
+    """Of the figures above: those that all processes of this host count together, and see alike."""
+
+    @property
+    def is_breaker_open(self) -> bool:
+        """Whether the tier is left alone for now."""
+        return self.breaker != "closed"
+
+    def shares(self, name: str) -> bool:
+        """Whether this figure is the whole host's, and not this process's own."""
+        return name in self.host_wide
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -22,15 +23,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from headwater.connector.stats import TransferStats
-from headwater.integrations.vllm.clock import ThreadClock, timed
+from headwater.connector.clock import timed
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import Events, NoEvents
 from headwater.integrations.vllm.messages import Greeting, StepOrders, StepReport
 from headwater.integrations.vllm.options import read_options, settle_load_mode
 from headwater.integrations.vllm.scheduling import Scheduling
 from headwater.integrations.vllm.startup import SEVERAL_HOSTS, Membership, new_epoch, start_scheduling, start_working
-from headwater.integrations.vllm.stats import Differences, HeadwaterPromMetrics, HeadwaterStats
+from headwater.integrations.vllm.stats import HeadwaterPromMetrics, HeadwaterStats, Reporter
 from headwater.integrations.vllm.working import Idle, Working
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         events = vllm_config.kv_events_config
         self._events = Events() if events is not None and events.enable_kv_cache_events else NoEvents()
         self._has_told_home = False
-        self._differences = Differences()
-        self._threads = ThreadClock()
+        self._reporter = Reporter()
         self.step_seconds = 0.0
         """Time of the thread that runs the model, spent here since the start."""
         if role == KVConnectorRole.SCHEDULER:
@@ -273,23 +272,13 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         return report
 
     def get_kv_connector_stats(self) -> HeadwaterStats | None:
-        """What has been moved since the last call: bytes by the workers, tokens by the scheduler's side."""
-        if self.role == KVConnectorRole.SCHEDULER:
-            side = self._scheduling
-            counts = (0, 0) if side is None else (side.num_loaded_tokens, side.num_failed_loads)
-            return self._differences.since(dict(zip(("loaded_tokens", "failed_loads"), counts, strict=True)))
-        moved: TransferStats = self._working.stats()
-        return self._differences.since(
-            {
-                "loaded_bytes": moved.loaded_bytes,
-                "saved_bytes": moved.saved_bytes,
-                "load_seconds": moved.load_seconds,
-                "dropped_chunks": moved.num_dropped,
-                "damaged_chunks": moved.num_damaged,
-                "step_seconds": self.step_seconds,
-                "thread_seconds": self._threads.seconds(),
-            }
-        )
+        """What has been counted since the last call: bytes by the workers, tokens by the scheduler's side, and now and
+        then the pool's own figures."""
+        figures = None if self._member is None else self._member.figures
+        if self.role == KVConnectorRole.WORKER:
+            moved = replace(self._working.stats(), step_seconds=self.step_seconds)
+            return self._reporter.worker(moved, self._working.take_load_times(), figures)
+        return None if self._scheduling is None else self._reporter.scheduler(self._scheduling.counts.stats(), figures)
 
     def shutdown(self) -> None:
         """Finish what is being saved."""
@@ -314,7 +303,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> HeadwaterPromMetrics:
-        """Counters for vLLM's /metrics."""
+        """Headwater's metrics for vLLM's /metrics."""
         return HeadwaterPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job
 from headwater.connector.scheduler import SchedulerHalf
+from headwater.connector.stats import SchedulerCounts
 from headwater.errors import HeadwaterError
 from headwater.integrations.vllm.declined import LOGGER
 from headwater.integrations.vllm.events import Events, NoEvents
@@ -81,8 +82,7 @@ class Scheduling:
         """Loads that have ended on some ranks."""
         self._spoiled = Spoiled(block_size)
         self._hashes_inputs = hashes_inputs
-        self.num_loaded_tokens = 0
-        self.num_failed_loads = 0
+        self.counts = SchedulerCounts()
 
     # ---- what the pool has --------------------------------------------------------------------------------------
     def add(self, request: Any) -> None:
@@ -97,7 +97,9 @@ class Scheduling:
         num_tokens: int = request.num_tokens
         num_matched = tracked.half.num_matched(request.request_id, request.all_token_ids, num_tokens)
         # The last token is computed in any case: the next one is sampled from it.
-        num_new = min(num_matched, num_tokens - 1) - num_computed
+        num_matched = min(num_matched, num_tokens - 1)
+        self.counts.asked(request.request_id, num_tokens - 1, num_matched)
+        num_new = num_matched - num_computed
         if num_new < self._config.min_load_tokens:
             return 0
         tracked.num_local = num_computed
@@ -119,7 +121,7 @@ class Scheduling:
         assert tracked.inputs is not None, "nothing was matched for it"
         tenant, adapter = tracked.inputs.tenant, tracked.inputs.adapter
         self._orders.loads.append(LoadOrder(tracked.job, tracked.num_local, tenant, adapter))
-        self.num_loaded_tokens += num_external
+        self.counts.load_started(request.request_id, range(tracked.num_local, tracked.num_local + num_external))
 
     # ---- steps --------------------------------------------------------------------------------------------------
     def order(self, step: Any) -> StepOrders:
@@ -173,6 +175,7 @@ class Scheduling:
             return
         if tracked.job is not None:
             tracked.is_over = True
+            self.counts.load_cancelled(request.request_id)
             self._orders.cancelled.append(request.request_id)
             return
         tracked.block_ids = block_ids
@@ -288,12 +291,11 @@ class Scheduling:
             return
         is_whole = num_chunks >= len(tracked.job.chunks)
         tracked.job = None
-        tracked.half.finish_load(request_id, num_chunks)
+        self.counts.load_ended(request_id, tracked.half.finish_load(request_id, num_chunks))
         if tracked.is_over:
             self._forget(tracked)
         elif not is_whole:
             tracked.may_load = False  # once is enough: what failed would be found, and fail, again
-            self.num_failed_loads += 1
 
     def _forget(self, tracked: _Tracked) -> None:
         del self._tracked[tracked.request.request_id]

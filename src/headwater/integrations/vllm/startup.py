@@ -17,6 +17,7 @@ from headwater.integrations.vllm.layout import layer_tensors
 from headwater.integrations.vllm.options import Options
 from headwater.integrations.vllm.probe import prove_view
 from headwater.integrations.vllm.scheduling import Scheduling
+from headwater.integrations.vllm.stats import PoolFigures
 from headwater.integrations.vllm.working import Working
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
@@ -37,7 +38,7 @@ SEVERAL_HOSTS = (
     "on one host (data-parallel replicas may run on others), or give its containers one /dev/shm"
 )
 
-_pools: dict[tuple[str, int], Pool] = {}
+_pools: dict[tuple[str, int], tuple[Pool, PoolFigures]] = {}
 _pools_lock = threading.Lock()
 
 
@@ -46,6 +47,7 @@ class Membership:
     """This process's way to the pool: the pool, whose KV it holds, and in which form."""
 
     pool: Pool
+    figures: PoolFigures
     identity: Identity
     spec: KVSpec
     chunk_tokens: int
@@ -65,8 +67,8 @@ def join(config: Any, cache: Any, options: Options, weights: str, *, is_first: b
         is_reachable = config.parallel_config.world_size == 1 and (is_first or (url, group) in _pools)
         if first_tier(find_pool(url).urls).scheme == "memory" and not is_reachable:
             raise StoreError("memory:// lives in one process, and this vLLM has several; use a shm:// pool")
-        pool = _shared_pool(url, group)
-        member = Membership(pool, identity, spec, options.chunk_tokens)
+        pool, figures = _shared_pool(url, group)
+        member = Membership(pool, figures, identity, spec, options.chunk_tokens)
         member.space(identity.epoch)
     except (HeadwaterError, OSError) as error:
         raise DeclinedError(f"the pool cannot be used: {error}") from error
@@ -127,11 +129,12 @@ def new_epoch() -> int:
     return secrets.randbits(62) | 1
 
 
-def _shared_pool(url: str, group: int) -> Pool:
-    """One pool for both sides where they live in one process."""
+def _shared_pool(url: str, group: int) -> tuple[Pool, PoolFigures]:
+    """One pool for both sides where they live in one process, so that its figures are reported once."""
     with _pools_lock:
         if (url, group) not in _pools:
-            _pools[url, group] = open_pool(url, group=group)
+            pool = open_pool(url, group=group)
+            _pools[url, group] = pool, PoolFigures(pool)
         return _pools[url, group]
 
 

@@ -1,84 +1,241 @@
-"""What the connector tells vLLM's own statistics: sums of what was moved since the last step, in the log and as
-Prometheus counters.
+"""Headwater's metrics in vLLM: counters travel as differences, gauges as values, durations one by one.
+
+vLLM carries them from every process of an engine to the one that answers /metrics, with the outputs of each step; so
+they stand still while an engine is idle. The metrics themselves are declared in `headwater.connector.metrics`.
 """
 
 from __future__ import annotations
 
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-METRICS = {
-    "loaded_bytes": "Bytes of KV that came from the pool, on all ranks.",
-    "saved_bytes": "Bytes of KV that went to the pool, on all ranks.",
-    "load_seconds": "Seconds that loads took, all ranks together.",
-    "dropped_chunks": "Chunks that were not saved: staging was full, or the pool failed.",
-    "damaged_chunks": "Chunks whose bytes did not verify; they were computed again.",
-    "loaded_tokens": "Tokens whose KV was to come from the pool.",
-    "failed_loads": "Requests that got less than they were promised, and computed the rest.",
-    "step_seconds": "Seconds that the thread which runs the model spent in the connector.",
-    "thread_seconds": "Seconds of processor time that the connector's own threads used.",
-}
-"""Name and meaning of every number; vLLM's metrics are called `vllm:headwater_<name>`."""
+from headwater.connector.metrics import (
+    BY_NAME,
+    POOL_METRICS,
+    Metric,
+    Source,
+    Values,
+    host_values,
+    merge,
+    own_values,
+    transfer_values,
+)
+from headwater.connector.stats import TransferStats
+from headwater.integrations.vllm.declined import LOGGER
+from headwater.pool.pool import Pool
+
+log = logging.getLogger(LOGGER)
+
+READ_EVERY_S = 1.0
+"""How often the pool's own figures are read: that takes some 50 µs, in a thread that everybody waits for."""
+
+Data = dict[str, dict[str, Any]]
+"""By metric and tier: a counter's increase; a gauge's values, by the process that says so; a histogram's durations."""
+
+_HISTOGRAMS = {metric.field: metric.name for metric in POOL_METRICS if metric.kind == "histogram"}
+_LOGGED = (Source.WORKER, Source.SCHEDULER, Source.TIER)
+"""Of the store, vLLM's log says how full it is and no more."""
 
 
 @dataclass
 class HeadwaterStats(KVConnectorStats):
-    """Sums, by the names in `METRICS`; what is 0 is left out."""
+    """What happened in some interval, in some processes of one engine."""
 
-    data: dict[str, float] = field(default_factory=dict)
+    data: Data = field(default_factory=dict)
 
     def reset(self) -> None:
         """Begin again."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another rank's, or another interval's."""
-        for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value
+        """Add another process's, or a later interval's: counters add up, and of each process the last gauge stays."""
+        for name, series in other.data.items():
+            mine = self.data.setdefault(name, {})
+            for tier, value in series.items():
+                match BY_NAME[name].kind:
+                    case "counter":
+                        mine[tier] = mine.get(tier, 0) + value
+                    case "gauge":
+                        mine[tier] = mine.get(tier, {}) | value
+                    case "histogram":
+                        mine[tier] = [*mine.get(tier, ()), *value]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log."""
-        return {name: round(value, 3) for name, value in self.data.items()}
+        """For vLLM's log: what is not 0, by its short name."""
+        found: dict[str, int | float] = {}
+        for metric in POOL_METRICS:
+            for tier, value in self.data.get(metric.name, {}).items() if metric.source in _LOGGED else ():
+                match metric.kind:
+                    case "counter":
+                        number = value
+                    case "gauge":
+                        number = metric.combine(value.values())
+                    case "histogram":
+                        number = sum(value) / len(value)
+                if number:
+                    short = metric.name.removeprefix("headwater_").removeprefix("pool_").removesuffix("_total")
+                    found[f"{short}[{tier}]" if tier else short] = (
+                        int(number) if number == int(number) else round(number, 3)
+                    )
+        used, room = (self._gauge(f"headwater_store_{name}_bytes") for name in ("used", "data"))
+        if room:
+            found["store_fill"] = round(used / room, 3)
+        return found
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not any(self.data.values())
+        return not self.data
+
+    def _gauge(self, name: str) -> float:
+        return BY_NAME[name].combine(self.data.get(name, {}).get("", {}).values())
 
 
 class Differences:
-    """Turns counts since the start into counts since the last call."""
+    """Turns counts since the start into what was added since the last call."""
+
+    def __init__(self, *, shows_zero: bool = False) -> None:
+        """`shows_zero`: a series is in the first answer even where nothing was counted."""
+        self._before: Values = {}
+        self._shows_zero = shows_zero
+
+    def since(self, now: Values) -> Data:
+        """What has been added; series to which nothing was are left out."""
+        added: Data = {}
+        for name, series in now.items():
+            before = self._before.setdefault(name, {})
+            for tier, value in series.items():
+                # Counts may begin anew: with a new epoch, and in a store whose index was destroyed.
+                old = before.get(tier, 0.0)
+                more = value - old if value >= old else value
+                if more or (self._shows_zero and tier not in before):
+                    added.setdefault(name, {})[tier] = more
+                before[tier] = value
+        return added
+
+
+class PoolFigures:
+    """What one process has to report of its pool: each difference once, whichever side of the connector asks, and at
+    most once a second. Thread-safe."""
+
+    def __init__(self, pool: Pool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._name = secrets.token_hex(4)
+        """Of this process: gauges of several processes must be told apart."""
+        self._next_s = {False: 0.0, True: 0.0}
+        self._differences = Differences(shows_zero=True)
+        self._lock = threading.Lock()
+        self._is_broken = False
+
+    def take(self, *, host_wide: bool) -> Data:
+        """Figures of this process; with `host_wide`, which one process of an engine asks for, those of the host."""
+        with self._lock:
+            now = self._clock()
+            due = [kind for kind in ((False, True) if host_wide else (False,)) if now >= self._next_s[kind]]
+            if not due or self._is_broken:
+                return {}
+            self._next_s |= dict.fromkeys(due, now + READ_EVERY_S)
+            try:
+                store = self._pool.stats().store
+            except Exception:  # no figures are better than no vLLM
+                self._is_broken = True
+                log.exception("Headwater: the pool's figures cannot be read, and are not reported any more")
+                return {}
+            values = merge(*((host_values if kind else own_values)(store) for kind in due))
+            counters = {name: series for name, series in values.items() if BY_NAME[name].kind == "counter"}
+            gauges = {name: series for name, series in values.items() if BY_NAME[name].kind == "gauge"}
+            told = {name: {tier: {self._name: n} for tier, n in series.items()} for name, series in gauges.items()}
+            return self._differences.since(counters) | told
+
+
+class Reporter:
+    """What one connector tells vLLM after each step. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._before: dict[str, float] = {}
+        self._differences = Differences()
 
-    def since(self, now: dict[str, float]) -> HeadwaterStats | None:
-        """What has been added; None where that is nothing."""
-        # A new epoch begins its counts anew.
-        added = {name: value - self._before.get(name, 0) for name, value in now.items()}
-        added = {name: value if value >= 0 else now[name] for name, value in added.items()}
-        self._before = now
-        found = HeadwaterStats(data={name: value for name, value in added.items() if value})
+    def worker(
+        self, stats: TransferStats, load_times: Sequence[float], pool: PoolFigures | None
+    ) -> HeadwaterStats | None:
+        """What a rank has done; None where that is nothing."""
+        times: Data = {_HISTOGRAMS["load_times"]: {"": list(load_times)}} if load_times else {}
+        return self._report(transfer_values(stats, Source.WORKER), times | (pool.take(host_wide=False) if pool else {}))
+
+    def scheduler(self, stats: TransferStats, pool: PoolFigures | None) -> HeadwaterStats | None:
+        """What the scheduler's side has done; None where that is nothing."""
+        return self._report(transfer_values(stats, Source.SCHEDULER), pool.take(host_wide=True) if pool else {})
+
+    def _report(self, values: Values, others: Data) -> HeadwaterStats | None:
+        found = HeadwaterStats(data=self._differences.since(values) | others)
         return None if found.is_empty() else found
 
 
+_registered: list[Any] = []
+"""What the last `HeadwaterPromMetrics` of this process has in Prometheus' registry."""
+
+
 class HeadwaterPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter for each number, by engine."""
+    """The declared metrics, in vLLM's own classes and with its labels."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[str, dict[int, Any]] = {}
-        for name, meaning in METRICS.items():
-            counter = metric_types[Counter](name=f"vllm:headwater_{name}", documentation=meaning, labelnames=labelnames)
-            self._counters[name] = {
-                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
-            }
+        _unregister()
+        self._metrics = {metric.name: self._register(metric) for metric in POOL_METRICS}
+        self._children: dict[tuple[int, str, str], Any] = {}
+        self._reported: dict[tuple[int, str, str], dict[str, float]] = {}
+        """What each process has said last of a gauge."""
+        for engine in per_engine_labelvalues:
+            for metric in POOL_METRICS:
+                if metric.starts_at_zero:
+                    self._child(engine, metric.name, "")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval."""
-        for name, value in transfer_stats_data.items():
-            if name in self._counters and value > 0:
-                self._counters[name][engine_idx].inc(value)
+        for name, series in transfer_stats_data.items():
+            for tier, value in series.items():
+                child = self._child(engine_idx, name, tier)
+                match BY_NAME[name].kind:
+                    case "counter":
+                        child.inc(value)
+                    case "gauge":
+                        said = self._reported.setdefault((engine_idx, name, tier), {})
+                        said.update(value)
+                        child.set(BY_NAME[name].combine(said.values()))
+                    case "histogram":
+                        for seconds in value:
+                            child.observe(seconds)
+
+    def _register(self, metric: Metric) -> Any:
+        classes = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
+        more: dict[str, Any] = {"multiprocess_mode": "mostrecent"} if metric.kind == "gauge" else {}
+        if metric.kind == "histogram":
+            more["buckets"] = list(metric.buckets)
+        labels = [*self._labelnames, *metric.labels]
+        made = classes[metric.kind](name=metric.name, documentation=metric.help, labelnames=labels, **more)
+        _registered.append(made)
+        return made
+
+    def _child(self, engine: int, name: str, tier: str) -> Any:
+        key = (engine, name, tier)
+        if key not in self._children:
+            labels = [*self.per_engine_labelvalues[engine], *([tier] if BY_NAME[name].labels else [])]
+            self._children[key] = self._metrics[name].labels(*labels)
+        return self._children[key]
+
+
+def _unregister() -> None:
+    """Make room for another engine in this process. vLLM does the same with its own, by their prefix `vllm:`."""
+    while _registered:
+        try:
+            REGISTRY.unregister(_registered.pop())
+        except KeyError:
+            pass  # somebody else did, or it is one of Ray's

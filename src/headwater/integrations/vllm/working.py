@@ -118,6 +118,10 @@ class Working:
         """Counts since the start, or since the last epoch began."""
         return TransferStats() if self._half is None else self._half.stats()
 
+    def take_load_times(self) -> list[float]:
+        """Seconds that each load took which has ended since the last call."""
+        return [] if self._half is None else self._half.take_load_times()
+
     def close(self) -> None:
         """Finish what is being saved."""
         if self._half is not None:
@@ -219,6 +223,10 @@ class Idle:
     def stats(self) -> TransferStats:
         """Nothing was moved."""
         return TransferStats()
+
+    def take_load_times(self) -> list[float]:
+        """Nothing was loaded."""
+        return []
 
     def close(self) -> None:
         """Nothing to do."""

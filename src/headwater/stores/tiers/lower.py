@@ -118,7 +118,8 @@ class LocalTier:
 
     def stats(self, waiting: int) -> TierStats:
         """See `LowerTier`."""
-        return _stats(self, waiting, self.counts.now(), damaged=self.store.stats().damaged)
+        damaged = self.store.stats().damaged
+        return _stats(self, waiting, self.counts.now(), damaged=damaged, host_wide=("damaged",))
 
 
 class RemoteTier:
@@ -194,7 +195,7 @@ def _tally(counts: Counts, chunks: Sequence[Exported], statuses: Sequence[Status
     counts.add(stored=len(stored), stored_bytes=sum(stored), full=statuses.count(Status.FULL))
 
 
-def _stats(tier: LowerTier, waiting: int, counts: Counter[str], **more: int | str) -> TierStats:
+def _stats(tier: LowerTier, waiting: int, counts: Counter[str], **more: int | str | tuple[str, ...]) -> TierStats:
     names = ("hits", "hit_bytes", "misses", "promoted", "stored", "stored_bytes", "dropped", "full", "heard")
-    figures: dict[str, int | str] = {name: counts[name] for name in names}
+    figures = {name: counts[name] for name in names}
     return TierStats(str(tier.url), tier.mode, waiting=waiting, **figures, **more)  # type: ignore[arg-type]

@@ -334,6 +334,7 @@ class TieredStore:
             stored=front.stored,
             stored_bytes=front.stored_bytes,
             damaged=front.damaged,
+            host_wide=("stored", "stored_bytes", "damaged"),
         )
         return (first, *(tier.stats(self._copier.num_waiting) for tier in self._tiers))
 

@@ -14,7 +14,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def timed(method: _Method) -> _Method:
-    """Add the duration of each call to the object's `step_seconds`."""
+    """Add the duration of each call to the object's `step_seconds`. The calls of one object must not nest."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -28,28 +28,38 @@ def timed(method: _Method) -> _Method:
 
 
 class ThreadClock:
-    """Processor time of all threads of this process that are Headwater's, looked at from time to time."""
+    """Processor time of all threads of this process that are Headwater's, looked at from time to time. Threads that
+    end keep what they had used at the last look."""
 
     def __init__(self, every_s: float = 0.5) -> None:
         self._every_s = every_s
         self._next = 0.0
         self._seconds = 0.0
+        self._seen: dict[int, float] = {}
 
     def seconds(self) -> float:
-        """Since the start. Costs some microseconds a thread, and nothing between two looks."""
+        """Since the start; never less than before. Costs some microseconds a thread, and nothing between two looks."""
         if (now := time.monotonic()) >= self._next:
             self._next = now + self._every_s
-            self._seconds = max(self._seconds, _thread_seconds())
+            used = _thread_seconds()
+            # A number that is used less than before is another thread's now.
+            self._seconds += sum(s - (old if (old := self._seen.get(i, 0.0)) <= s else 0.0) for i, s in used.items())
+            self._seen = used
         return self._seconds
 
 
-def _thread_seconds() -> float:
-    total = 0
+PROCESS_THREADS = ThreadClock()
+"""One for the process: its threads outlive the halves that started them, and some serve several."""
+
+
+def _thread_seconds() -> dict[int, float]:
+    """By thread."""
+    found = {}
     for thread in threading.enumerate():
         if thread.name.startswith(THREAD_PREFIX) and thread.native_id is not None:
             try:
                 with open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
-                    total += int(file.read().split()[0])
+                    found[thread.native_id] = int(file.read().split()[0]) / 1e9
             except (OSError, ValueError, IndexError):
                 continue  # it has just ended, or this is no Linux
-    return total / 1e9
+    return found

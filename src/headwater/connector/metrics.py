@@ -1,0 +1,203 @@
+"""The one declaration of what Headwater shows to Prometheus about a pool, by every engine that uses one.
+
+A metric is declared here once: its name, meaning and kind, and the field it is read from. `headwater serve` and the
+connector for vLLM register what is declared and nothing else; docs/operations.md has the same table, which a test
+compares. Nothing here imports `prometheus_client`: an engine without it can still be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from headwater.connector.stats import LOAD_BUCKETS_S, Distribution, TransferStats
+from headwater.stores.base import StoreStats, TierStats
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+Values = dict[str, dict[str, float]]
+"""Numbers by the metric's name and by tier; the tier is empty where the metric has no such label."""
+
+
+class Source(Enum):
+    """Where a metric's numbers come from."""
+
+    WORKER = "worker side"
+    """`TransferStats`, by each rank."""
+    SCHEDULER = "scheduler side"
+    """`TransferStats`, by the one scheduler of an engine."""
+    STORE = "store"
+    """`StoreStats`: the first tier, whose figures all processes of a host share."""
+    TIER = "tier"
+    """`TierStats`, by each process that has the pool open."""
+    ENGINE = "engine"
+    """The reference engine's own state: only in `headwater serve`."""
+    SERVER = "server"
+    """Requests as clients see them: only in `headwater serve`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One family of samples."""
+
+    name: str
+    """As Prometheus shows it; a counter's ends in `_total`."""
+    kind: Kind
+    help: str
+    source: Source
+    field: str = ""
+    """The attribute of the source's figures; empty where whoever counts adds to the metric itself."""
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    combine: Callable[[Iterable[float]], float] = sum
+    """How the values of a gauge that several processes report make one."""
+
+    @property
+    def starts_at_zero(self) -> bool:
+        """Whether it is shown before anything was reported. Of a store nothing is known until somebody has looked."""
+        return self.source in (Source.WORKER, Source.SCHEDULER)
+
+
+def _worker(name: str, field: str, text: str) -> Metric:
+    return Metric(f"headwater_pool_{name}_total", "counter", text, Source.WORKER, field)
+
+
+def _scheduler(name: str, field: str, text: str) -> Metric:
+    return Metric(f"headwater_pool_{name}_total", "counter", text, Source.SCHEDULER, field)
+
+
+def _store(field: str, kind: Kind, text: str) -> Metric:
+    ending = "_total" if kind == "counter" else ""
+    return Metric(f"headwater_store_{field}{ending}", kind, text, Source.STORE, field)
+
+
+def _tier(field: str, text: str) -> Metric:
+    return Metric(f"headwater_tier_{field}_total", "counter", text, Source.TIER, field, labels=("tier",))
+
+
+POOL_METRICS: tuple[Metric, ...] = (
+    _scheduler("asked_tokens", "num_asked_tokens", "Prompt tokens that were looked up in the pool."),
+    _scheduler("matched_tokens", "num_matched_tokens", "Of the tokens looked up: those that the pool had."),
+    _scheduler(
+        "loaded_tokens",
+        "num_loaded_tokens",
+        "Of the tokens matched: those that were loaded. The others the engine had itself, or they came too late.",
+    ),
+    _scheduler("failed_loads", "num_failed_loads", "Loads that brought less than was matched; the rest is recomputed."),
+    _scheduler("wait_seconds", "wait_seconds", "Time that requests waited for their loads, all requests together."),
+    _worker("loaded_bytes", "loaded_bytes", "Bytes of KV loaded from the pool into the engine's cache."),
+    _worker("saved_bytes", "saved_bytes", "Bytes of KV saved to the pool."),
+    _worker("load_seconds", "load_seconds", "Time that loaders were busy."),
+    Metric(
+        "headwater_pool_load_duration_seconds",
+        "histogram",
+        "Time from the order of a load to its end, by load and rank.",
+        Source.WORKER,
+        "load_times",
+        buckets=LOAD_BUCKETS_S,
+    ),
+    _worker(
+        "dropped_chunks",
+        "num_dropped",
+        "Chunks that were not saved: staging was full, or the pool failed, was full or was cleared meanwhile.",
+    ),
+    _worker("damaged_chunks", "num_damaged", "Chunks that did not verify when they were loaded, and were recomputed."),
+    _worker("step_seconds", "step_seconds", "Time that the thread which runs the model spent in the connector."),
+    _worker("thread_seconds", "thread_seconds", "Processor time of Headwater's own threads."),
+    _store("capacity_bytes", "gauge", "Capacity of the first tier: data and index together."),
+    _store("data_bytes", "gauge", "Room for chunks in the first tier."),
+    _store("used_bytes", "gauge", "Of the room for chunks: what is taken."),
+    _store("pending_bytes", "gauge", "Of what is taken: chunks that are being written."),
+    _store("index_bytes", "gauge", "Room for the index."),
+    _store("index_used_bytes", "gauge", "Of the room for the index: what is taken."),
+    _store("chunks", "gauge", "Chunks that can be found."),
+    _store("members", "gauge", "Processes of this host that have the store open."),
+    _store("stored", "counter", "Chunks stored by all processes since the store was created."),
+    _store("stored_bytes", "counter", "Bytes of the chunks stored by all processes since the store was created."),
+    _store("evicted", "counter", "Chunks evicted to make room."),
+    _store("damaged", "counter", "Chunks that did not verify and were removed."),
+    _store("aborted", "counter", "Chunks whose writing was aborted."),
+    _store("rebuilds", "counter", "Rebuilds of the index after a crash or damage."),
+    _tier("hits", "Pieces (one rank's part of one chunk, or some layers of it) read from the tier."),
+    _tier("hit_bytes", "Bytes read from the tier."),
+    _tier("misses", "Pieces that were to be read from the tier and were not there, or not in time."),
+    _tier("promoted", "Pieces read from the tier that are in the first tier since."),
+    _tier("stored", "Chunks copied to the tier; in the first tier: stored by all processes."),
+    _tier("stored_bytes", "Bytes copied to the tier; in the first tier: stored by all processes."),
+    Metric(
+        "headwater_tier_waiting_chunks",
+        "gauge",
+        "Chunks that wait to be copied; all lower tiers have one queue.",
+        Source.TIER,
+        "waiting",
+        labels=("tier",),
+    ),
+    _tier("dropped", "Chunks that left the first tier before they could be copied."),
+    _tier("full", "Chunks that the tier had no room for."),
+    _tier("failed", "Operations of the tier that failed."),
+    _tier("damaged", "Chunks of the tier that did not verify."),
+    Metric(
+        "headwater_tier_breaker_open",
+        "gauge",
+        "1 while the tier's circuit breaker is open and the tier is not used, else 0.",
+        Source.TIER,
+        "is_breaker_open",
+        labels=("tier",),
+        combine=max,
+    ),
+    _tier("breaker_trips", "How often the circuit breaker opened."),
+    _tier("heard", "Events of other hosts that were brought from the tier."),
+)
+"""In the order in which they are shown."""
+
+BY_NAME = {metric.name: metric for metric in POOL_METRICS}
+_NUMBERS = {
+    source: [(m.name, m.field) for m in POOL_METRICS if m.source is source and m.kind != "histogram"]
+    for source in Source
+}
+
+
+def transfer_values(stats: TransferStats, *sources: Source) -> Values:
+    """What `TransferStats` says, of the given sources; histograms are not among it. Engines call it at every step."""
+    return {name: {"": float(getattr(stats, field))} for source in sources for name, field in _NUMBERS[source]}
+
+
+def distributions(stats: TransferStats) -> dict[str, Distribution]:
+    """The histograms of `TransferStats`, by name."""
+    return {metric.name: getattr(stats, metric.field) for metric in POOL_METRICS if metric.kind == "histogram"}
+
+
+def snapshot(stats: TransferStats, store: StoreStats | None) -> Values:
+    """All that one process knows which is rank, scheduler and only reader of its pool, counted since the start."""
+    values = transfer_values(stats, Source.WORKER, Source.SCHEDULER)
+    return values if store is None else merge(values, own_values(store), host_values(store))
+
+
+def own_values(store: StoreStats) -> Values:
+    """Of a pool's figures: those that are this process's own."""
+    return _tier_values(store.tiers, is_host_wide=False)
+
+
+def host_values(store: StoreStats) -> Values:
+    """Of a pool's figures: those that all processes of the host share, so that only one of them should report them."""
+    own = {name: {"": float(getattr(store, field))} for name, field in _NUMBERS[Source.STORE]}
+    return own | _tier_values(store.tiers, is_host_wide=True)
+
+
+def merge(*parts: Values) -> Values:
+    """All of them in one. No two say something of the same metric and tier."""
+    merged: Values = {}
+    for part in parts:
+        for name, series in part.items():
+            merged.setdefault(name, {}).update(series)
+    return merged
+
+
+def _tier_values(tiers: Sequence[TierStats], *, is_host_wide: bool) -> Values:
+    found: Values = {}
+    for name, field in _NUMBERS[Source.TIER]:
+        if series := {t.url: float(getattr(t, field)) for t in tiers if is_host_wide == t.shares(field)}:
+            found[name] = series
+    return found

@@ -1,0 +1,105 @@
+"""What tests of metrics share: figures in which no two numbers are alike, and reading a page of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from headwater.connector.metrics import Metric
+from headwater.connector.stats import LOAD_BUCKETS_S, Durations, TransferStats
+from headwater.stores.base import StoreStats, TierStats
+
+_times = Durations(LOAD_BUCKETS_S)
+for _seconds in (0.002, 0.3):
+    _times.add(_seconds)
+
+TRANSFER = TransferStats(
+    loaded_bytes=101,
+    saved_bytes=102,
+    load_seconds=103.5,
+    load_times=_times.total,
+    num_dropped=104,
+    num_damaged=105,
+    step_seconds=106.5,
+    thread_seconds=107.5,
+    num_asked_tokens=108,
+    num_matched_tokens=109,
+    num_loaded_tokens=110,
+    num_failed_loads=111,
+    wait_seconds=112.5,
+)
+NEAR = TierStats(
+    "shm:///near",
+    "first",
+    hits=201,
+    hit_bytes=202,
+    misses=203,
+    stored=204,
+    stored_bytes=205,
+    damaged=206,
+    host_wide=("stored", "stored_bytes", "damaged"),
+)
+AWAY = TierStats(
+    "redis://u:***@away",
+    "back",
+    hits=301,
+    hit_bytes=302,
+    misses=303,
+    promoted=304,
+    stored=305,
+    stored_bytes=306,
+    waiting=307,
+    dropped=308,
+    full=309,
+    failed=310,
+    damaged=311,
+    breaker="open",
+    breaker_trips=312,
+    heard=313,
+)
+STORE = StoreStats(
+    url="shm:///near",
+    capacity_bytes=401,
+    data_bytes=402,
+    used_bytes=403,
+    pending_bytes=404,
+    index_bytes=405,
+    index_used_bytes=406,
+    chunks=407,
+    members=408,
+    stored=204,
+    stored_bytes=205,
+    evicted=409,
+    damaged=206,
+    aborted=410,
+    rebuilds=411,
+    tiers=(NEAR, AWAY),
+)
+
+
+def samples(
+    page: str,
+    parse: Callable[[str], Iterable[Any]] = text_string_to_metric_families,
+    *,
+    only: Mapping[str, str] = MappingProxyType({}),
+    start: str = "",
+) -> dict[str, float]:
+    """Every sample of a page as `name{label="value"}`; those that have the labels of `only`, without them."""
+    found = {}
+    for family in parse(page):
+        for sample in family.samples:
+            if not sample.name.startswith(start) or not only.items() <= sample.labels.items():
+                continue
+            labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items() if name not in only)
+            name = f"{sample.name}{{{labels}}}" if labels else sample.name
+            assert name not in found, f"{name} is there twice"
+            found[name] = sample.value
+    return found
+
+
+def shown_name(metric: Metric) -> str:
+    """The family's name as the parser of Prometheus' text format gives it."""
+    return metric.name.removesuffix("_total")
