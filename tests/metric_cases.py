@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headwater.connector.metrics import Metric
 from headwater.connector.stats import LOAD_BUCKETS_S, Durations, TransferStats
-from headwater.stores.base import StoreStats, TierStats
+from headwater.stores.stats import StoreStats, TierStats
 
 _times = Durations(LOAD_BUCKETS_S)
 for _seconds in (0.002, 0.3):

@@ -21,7 +21,7 @@ from headwater.connector.metrics import (
 from headwater.connector.stats import TransferStats
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import open_pool
-from headwater.stores.base import StoreStats, TierStats
+from headwater.stores.stats import StoreStats, TierStats
 
 from metric_cases import AWAY, NEAR, STORE, TRANSFER
 from support import empty_tiles, gqa, identity, local_tiles, wait_until

@@ -25,7 +25,7 @@ from headwater.integrations.vllm import stats as stats_module
 from headwater.integrations.vllm.stats import READ_EVERY_S, Differences, HeadwaterStats, PoolFigures, Reporter
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import Pool, open_pool
-from headwater.stores.base import StoreStats
+from headwater.stores.stats import StoreStats
 
 from metric_cases import AWAY, NEAR, STORE, TRANSFER, samples, shown_name
 from support import empty_tiles, gqa, identity, local_tiles, wait_until

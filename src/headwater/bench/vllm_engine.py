@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,35 @@ from typing import Any
 SRC = Path(__file__).resolve().parents[2]
 START_S = 240.0
 ANSWER_S = 240.0
+CLOSE_S = 30.0
 OMP_BINDS = {1: None, 2: "0|1", 3: "0|1|1"}
 """Which cores the ranks of a CPU engine compute on, by how many there are: two cores are enough for three."""
 
 
 class EngineProcess:
-    """One engine. Every wait has a limit, and what it printed is in `log`."""
+    """One engine. Every wait has a limit, and what it printed is in `log`.
 
-    def __init__(self, log: Path, settings: dict[str, Any]) -> None:
-        settings = dict(settings)
+    `command` is the module that serves it, with its arguments. Without `begin` the process is only spawned, and imports
+    what it needs while others do the same; `begin` is to be called later.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        settings: dict[str, Any],
+        *,
+        command: Sequence[str] = ("headwater.bench.vllm_process",),
+        begin: bool = True,
+    ) -> None:
+        self._settings = settings = dict(settings)
+        self._has_begun = False
         self.log = log
         self._stderr = log.open("a")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])}
         environment |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         environment |= {name: str(value) for name, value in settings.pop("environment", {}).items()}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "headwater.bench.vllm_process"],
+            [sys.executable, "-P", "-m", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -42,8 +55,18 @@ class EngineProcess:
         )
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
-        self._send(settings)
-        self._take(START_S)
+        if begin:
+            self.begin(START_S)
+
+    def begin(self, timeout_s: float) -> None:
+        """Start the engine. Raises RuntimeError, with the process ended, where it does not start."""
+        self._has_begun = True
+        try:
+            self._send(self._settings)
+            self._take(timeout_s)
+        except (RuntimeError, OSError):
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -55,13 +78,13 @@ class EngineProcess:
         self._send([command, arguments])
         return self._take(timeout_s).get("value")
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """End it, gently first. Idempotent."""
-        if self._process.poll() is None:
+        if self._has_begun and self._process.poll() is None:
             try:
                 self._send(["close", {}])
-                self._process.wait(30)
-            except (OSError, subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+            except (OSError, ValueError, subprocess.TimeoutExpired):
                 pass
         try:
             os.killpg(self._process.pid, signal.SIGKILL)

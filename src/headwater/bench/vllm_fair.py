@@ -28,15 +28,18 @@ def same_cores() -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))))}
 
 
-def wait_until_quiet(engines: Sequence[EngineProcess]) -> None:
+def wait_until_quiet(
+    engines: Sequence[EngineProcess], limit_s: float | None = None, num_looks: int = NUM_LOOKS
+) -> None:
     """Return when none of these engines computes, saves or spins any more: a second or two after the last request.
 
     Raises EngineError where that does not come.
     """
-    deadline, num_quiet, before = time.monotonic() + QUIET_S, 0, _cpu_seconds(engines)
-    while num_quiet < NUM_LOOKS:
+    limit_s = QUIET_S if limit_s is None else limit_s
+    deadline, num_quiet, before = time.monotonic() + limit_s, 0, _cpu_seconds(engines)
+    while num_quiet < num_looks:
         if time.monotonic() > deadline:
-            raise EngineError(f"the engines did not come to rest within {QUIET_S:.0f} s")
+            raise EngineError(f"the engines did not come to rest within {limit_s:g} s")
         time.sleep(LOOK_S)
         now = _cpu_seconds(engines)
         num_quiet = num_quiet + 1 if now - before <= IDLE_SHARE * LOOK_S + 1e-6 else 0

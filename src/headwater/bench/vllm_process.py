@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
@@ -56,14 +57,18 @@ class Commands:
         start = time.perf_counter()
         outputs = self.llm.generate(given, params, use_tqdm=False, lora_request=request)
         seconds = time.perf_counter() - start
-        after = self.metrics()
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
-            "external": after.get(EXTERNAL_HITS, 0.0) - before.get(EXTERNAL_HITS, 0.0),
-            "local": after.get(LOCAL_HITS, 0.0) - before.get(LOCAL_HITS, 0.0),
             "seconds": seconds,
+            **self.hits_since(before),
         }
+
+    def hits_since(self, before: dict[str, float]) -> dict[str, float]:
+        """Tokens that were found since then: by the connector, and in the local prefix cache."""
+        now = self.metrics()
+        names = {"external": EXTERNAL_HITS, "local": LOCAL_HITS}
+        return {key: now.get(name, 0.0) - before.get(name, 0.0) for key, name in names.items()}
 
     def reset(self, connector: bool = False, running: bool = False) -> bool:
         """Forget the local prefix cache; False means that nothing was forgotten."""
@@ -92,12 +97,15 @@ class Commands:
         return generate_latest(get_prometheus_registry()).decode()
 
 
-def main() -> None:
-    """Start the engine, then do what is asked until the input ends."""
-    settings = json.loads(sys.stdin.readline())
+def serve(make: Callable[[dict[str, Any]], Any]) -> None:
+    """Make what the first line of the input describes, then do what is asked of it until the input ends."""
+    line = sys.stdin.readline()
+    if not line:
+        return  # whoever started this does not want it any more
+    settings = json.loads(line)
     os.environ.update({name: str(value) for name, value in settings.pop("environment", {}).items()})
     try:
-        commands = Commands(settings)
+        commands = make(settings)
     except Exception as error:
         answer({"error": f"{type(error).__name__}: {error}"})
         raise
@@ -114,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Commands)

@@ -1,12 +1,26 @@
-"""`headwater bench vllm`: real vLLM on this machine's CPU, with Headwater and with other connectors."""
+"""`headwater bench vllm`: real vLLM on this machine's CPU or GPU, with Headwater and with other connectors."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import StrEnum
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from headwater.stores.url import parse_size
+
+PROFILE = "profile"
+"""May be written among the parts, too."""
+
+
+class Device(StrEnum):
+    """What vLLM computes on: each has a benchmark of its own."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 def bench_vllm(
@@ -15,16 +29,62 @@ def bench_vllm(
     mooncake: Annotated[bool, typer.Option("--mooncake/--no-mooncake", help="Compare with Mooncake's store.")] = True,
     example: Annotated[bool, typer.Option("--example/--no-example", help="Compare with ExampleConnector.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
+    device: Annotated[Device, typer.Option(help="What vLLM computes on.")] = Device.CPU,
+    sides: Annotated[str | None, typer.Option(help="GPU: only these, of what is compared; commas between.")] = None,
+    parts: Annotated[str | None, typer.Option(help="GPU: only these parts; commas between.")] = None,
+    eager: Annotated[bool, typer.Option("--eager/--compiled", help="GPU: without or with compilation.")] = True,
+    model: Annotated[Path | None, typer.Option(help="GPU: a Llama's checkpoint; made there if there is none.")] = None,
+    lmcache_path: Annotated[Path | None, typer.Option(help="GPU: where LMCache is, if not beside vLLM.")] = None,
+    layers: Annotated[int | None, typer.Option(help="GPU: layers of the random model (32).", min=1)] = None,
+    capacity: Annotated[str | None, typer.Option(help="GPU: host memory of every connector (30GiB).")] = None,
+    seconds: Annotated[float | None, typer.Option(help="GPU: begin nothing that would end after that.", min=1)] = None,
+    out: Annotated[Path | None, typer.Option(help="GPU: keep every result in this file, and go on from it.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="GPU: measure also what that file has already.")] = False,
+    merge: Annotated[list[Path] | None, typer.Option(help="GPU: measure nothing, put such files together.")] = None,
+    mixed: Annotated[bool, typer.Option("--mixed", help="GPU: the files may come from several machines.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="GPU: where the time of a pool hit goes, too.")] = False,
+    cpu_trial: Annotated[bool, typer.Option("--cpu-trial", hidden=True)] = False,
 ) -> None:
-    """Time to a first token on a hit in the pool, in vLLM, and what saving costs. Takes half an hour or more."""
-    from headwater.bench import vllm
+    """Time to a first token on a hit in the pool, in vLLM, and what saving costs. Takes half an hour or more.
+
+    With --device cuda: an 8B-class Llama on a GPU, beside plain vLLM, its OffloadingConnector and LMCache.
+    """
+    from headwater.bench import vllm, vllm_gpu
     from headwater.cli.output import print_json
     from headwater.errors import EngineConfigError
 
+    if merge:
+        _show_gpu(vllm_gpu.merge(merge, mixed=mixed), as_json)
+        return
     if find_spec("vllm") is None:
         raise EngineConfigError(
             "vLLM is not installed in this environment; `make test-vllm` makes one with it, and docs/vllm.md says how"
         )
+    if device is Device.CUDA or cpu_trial:
+        gpu = vllm_gpu.TRIAL if cpu_trial else vllm_gpu.QUICK if quick else vllm_gpu.GpuPlan(pairs=pairs)
+        given: dict[str, Any] = {
+            "is_eager": eager,
+            "model": model and model.resolve(),
+            "out": out,
+            "again": again,
+            "profile": profile,
+        }
+        if sides is not None:
+            given["sides"] = _names(sides)
+        if parts is not None:
+            chosen = _names(parts)
+            given["parts"] = tuple(name for name in chosen if name != PROFILE)
+            given["profile"] = profile or PROFILE in chosen
+        if lmcache_path is not None:
+            given["lmcache_path"] = lmcache_path.resolve()
+        if layers is not None:
+            given["shape"] = replace(gpu.shape, num_layers=layers)
+        if capacity is not None:
+            given["capacity_bytes"] = parse_size(capacity)
+        if seconds is not None:
+            given["seconds"] = seconds
+        _show_gpu(vllm_gpu.run(replace(gpu, **given), _note), as_json)
+        return
     plan = vllm.QUICK if quick else vllm.VllmBench(pairs=pairs)
     wanted = {"none": True, "example": example, "mooncake": mooncake}
     report = vllm.run(replace(plan, peers=tuple(name for name in plan.peers if wanted[name])), _note)
@@ -32,6 +92,21 @@ def bench_vllm(
         print_json(_rounded(report))
     else:
         _print(report)
+
+
+def _show_gpu(report: dict[str, Any], as_json: bool) -> None:
+    from headwater.cli.bench_vllm_gpu import print_report
+    from headwater.cli.output import print_json
+
+    print_report(report, to_stderr=as_json)
+    if as_json:
+        print_json(_rounded(report))
+    if report.get("interrupted"):
+        raise typer.Exit(1)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 _ROW = ("cold_s", "headwater_beside_floor_s", "floor_s", "vs_floor", "vs_mooncake", "vs_example", "speedup")
@@ -45,6 +120,8 @@ def _rounded(value: Any) -> Any:
     """Four significant digits are more than any of these figures has."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Literal
 
 from headwater.connector.stats import LOAD_BUCKETS_S, Distribution, TransferStats
-from headwater.stores.base import StoreStats, TierStats
+from headwater.stores.stats import StoreStats, TierStats
 
 Kind = Literal["counter", "gauge", "histogram"]
 
