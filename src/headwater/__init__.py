@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from headwater.kv.spec import KVSpec, Plane
     from headwater.kv.topology import Shard, Split, Topology, whole_shard
     from headwater.pool.buffers import RawBuffer
+    from headwater.pool.match import Match, RequestLease
     from headwater.pool.pool import Pool, PoolStats, open_pool
-    from headwater.pool.space import Match, RequestLease, Space
+    from headwater.pool.space import Space
     from headwater.stores.base import Piece, Status
     from headwater.stores.stats import ChunkInfo, StoreStats, VerifyReport
 
@@ -70,7 +71,8 @@ _HOMES = {
     "headwater.kv.topology": "Shard Split Topology whole_shard",
     "headwater.pool.buffers": "RawBuffer",
     "headwater.pool.pool": "Pool PoolStats open_pool",
-    "headwater.pool.space": "Match RequestLease Space",
+    "headwater.pool.match": "Match RequestLease",
+    "headwater.pool.space": "Space",
     "headwater.stores.base": "Piece Status",
     "headwater.stores.stats": "ChunkInfo StoreStats VerifyReport",
 }

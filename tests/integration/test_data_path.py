@@ -12,9 +12,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the transfer needs torch")
 
-from data_path import MODES, MOVERS, POOLS, STATES, TOPOLOGIES, Cell, Places, all_cells, matrix_text, run_cell, why_not
-
 from covering import covering_array
+from data_path import MODES, MOVERS, POOLS, STATES, TOPOLOGIES, Cell, Places, all_cells, matrix_text, run_cell, why_not
 from servers import mooncake_master, redis_server
 
 FACTORS = {"mover": MOVERS, "pool": POOLS, "state": STATES, "mode": MODES, "topology": TOPOLOGIES}

@@ -11,7 +11,8 @@ from headwater.connector.asker import Asker
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.jobs import Job
 from headwater.kv.hashing import ChunkKeys, ChunkRef, Extra
-from headwater.pool.space import Match, Space
+from headwater.pool.match import Match
+from headwater.pool.space import Space
 
 
 class _Known:

@@ -7,8 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from types import TracebackType
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard
 from headwater.locks import ForkSafeLock
 from headwater.pool.buffers import Buffer, as_tiles
+from headwater.pool.match import Match, RequestLease, chain_runs
 from headwater.pool.tenants import tenant_salt, tenant_tag
 from headwater.stores.base import (
     Fetch,
@@ -42,40 +42,6 @@ _FETCH_S = 2.0
 """How long a read without a deadline waits for lower tiers."""
 
 
-@dataclass(frozen=True)
-class Match:
-    """The longest prefix of a prompt that the pool holds: complete chunks, then perhaps a tail."""
-
-    chunks: tuple[ChunkRef, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens covered."""
-        return self.chunks[-1].first_token + self.chunks[-1].num_tokens if self.chunks else 0
-
-
-class RequestLease:
-    """A lease that belongs to a request. Release it, use it in a `with`, or die: each ends it, and twice is once."""
-
-    def __init__(self, match: Match, release: Callable[[], None], held: bool) -> None:
-        self.match = match
-        self.held = held
-        """False where the chunk was evicted between match and lease: reads will miss."""
-        self._release = release
-
-    def release(self) -> None:
-        """End the lease."""
-        self._release()
-
-    def __enter__(self) -> RequestLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
 class Space:
     """A pool opened for one identity and spec. Thread-safe. Made by `Pool.space`."""
 
@@ -94,7 +60,7 @@ class Space:
         self.identity = identity
         self._count = count
         self._roots: dict[bytes, RootRef] = {}
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[str, tuple[Lease, ...]] = {}
         self._pid = os.getpid()
         self._lock = ForkSafeLock()
         self._any_root = self.root()
@@ -161,28 +127,28 @@ class Space:
     def lease(self, match: Match, request_id: str) -> RequestLease:
         """Keep a match from eviction until released. One lease per request: taking it twice is once, and a deeper
         match replaces a shallower one."""
-        if not match.chunks:
-            return RequestLease(match, lambda: self.release(request_id), False)
-        last = match.chunks[-1]
+        groups = [chunks for chunks in match.groups if chunks]
         # Always a new one: the chunk that was leased may have been cleared and written again since.
-        taken = self._store.lease(self._any_root, last.key)
-        if taken is not None:
+        leases = [self._store.lease(self._any_root, chunks[-1].key) for chunks in groups]
+        taken = tuple(lease for lease in leases if lease is not None)
+        if taken:
             with self._lock:
-                old = self._own_leases().get(request_id)
+                old = self._own_leases().get(request_id, ())
                 self._leases[request_id] = taken
-            if old is not None:
-                old.release()
-            self._store.touch(last.key)
-        return RequestLease(match, lambda: self.release(request_id), taken is not None)
+            for lease in old:
+                lease.release()
+            for chunks in groups:
+                self._store.touch(chunks[-1].key)
+        return RequestLease(match, lambda: self.release(request_id), bool(taken) and len(taken) == len(groups))
 
     def release(self, request_id: str) -> None:
         """End a request's lease, if it has one."""
         with self._lock:
-            held = self._own_leases().pop(request_id, None)
-        if held is not None:
-            held.release()
+            held = self._own_leases().pop(request_id, ())
+        for lease in held:
+            lease.release()
 
-    def _own_leases(self) -> dict[str, Lease]:
+    def _own_leases(self) -> dict[str, tuple[Lease, ...]]:
         """This process's leases: a forked child has none of its parent's."""
         if self._pid != os.getpid():
             self._pid, self._leases = os.getpid(), {}
@@ -286,7 +252,7 @@ class Space:
         if not self._store.has_lower_tiers or not chunks or root.key != chunks[0].root:
             return
         end = time.monotonic() + (_FETCH_S if deadline_s is None else deadline_s)
-        for run in _runs(chunks):
+        for run in chain_runs(chunks):
             fetch = self._store.fetch(root, run, max(0.0, end - time.monotonic()))
             if fetch is not None:
                 fetch.wait(end)
@@ -481,18 +447,6 @@ class Space:
         others = set(statuses) if good < len(statuses) else (Status.OK,)
         counts = {f"{verb}_{status.name.lower()}": statuses.count(status) for status in others}
         self._count(**{f"{verb}_bytes": moved, **counts})
-
-
-def _runs(chunks: Sequence[ChunkRef]) -> list[list[ChunkRef]]:
-    """Chunks in chain order, cut where one does not follow the one before; each once."""
-    runs: list[list[ChunkRef]] = []
-    ordered = sorted({chunk.key: chunk for chunk in chunks}.values(), key=lambda chunk: chunk.number)
-    for chunk in ordered:
-        if runs and runs[-1][-1].key == chunk.parent:
-            runs[-1].append(chunk)
-        else:
-            runs.append([chunk])
-    return runs
 
 
 def _overlaps(array: Tiles) -> bool:
