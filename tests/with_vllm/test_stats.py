@@ -14,7 +14,8 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -72,7 +73,7 @@ def page(engine: int = 0) -> dict[str, float]:
     return samples(generate_latest(REGISTRY).decode(), only=labels, start="headwater_")
 
 
-def wire(stats: HeadwaterStats) -> dict[str, Any]:
+def wire(stats: KVConnectorStats) -> dict[str, Any]:
     """As it arrives where /metrics is answered."""
     sent = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=stats.to_dict()))
     arrived = MsgpackDecoder(SchedulerStats).decode(sent).kv_connector_stats
@@ -160,6 +161,23 @@ def test_another_engine_in_the_same_process_begins_anew(prom: KVConnectorProm) -
     assert page()["headwater_pool_saved_bytes_total"] == 7
     KVConnectorProm(SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG), LABELNAMES, ENGINES)
     assert page()["headwater_pool_saved_bytes_total"] == 0
+
+
+def test_inside_multiconnector_the_page_is_the_same() -> None:
+    own = {name: getattr(TRANSFER_CONFIG, name) for name in ("kv_connector", "kv_connector_module_path", "kv_role")}
+    outer = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": [own]}
+    )
+    prom = KVConnectorProm(SimpleNamespace(kv_transfer_config=outer), LABELNAMES, ENGINES)
+    try:
+        step = MultiKVConnectorStats(data={"HeadwaterConnector": all_of_an_engine()})
+        total = MultiConnector.build_kv_connector_stats(wire(step))
+        assert total is not None
+        prom.observe(total.to_dict(), 0)
+        assert page()["headwater_pool_saved_bytes_total"] == 2 * TRANSFER.saved_bytes
+        assert page()["headwater_store_used_bytes"] == STORE.used_bytes
+    finally:
+        stats_module._unregister()
 
 
 # ---- adding up --------------------------------------------------------------------------------------------------
