@@ -159,7 +159,7 @@ def test_what_is_read_below_is_in_the_first_tier_afterwards_and_hits_are_counted
         assert read(space, range(20)) == [Status.OK] * 3  # Redis
         # A chunk that comes from below counts there once, and in the first tier for every piece that is read of it.
         assert [tier.hits for tier in tiers_of(pool)] == [12 + 3 + 3, 3, 3]
-        assert [tier.promoted for tier in tiers_of(pool)] == [0, 3, 3]
+        assert [tier.fetched for tier in tiers_of(pool)] == [0, 3, 3]
         assert read(space, range(1000, 1020)) == [Status.MISS] * 3
         pool.clear()
 

@@ -93,7 +93,7 @@ def test_everything_comes_in_order_and_is_held(
         assert fetch.num_kept == 0
         assert space.fetch(chunks, deadline_s=1) is None, "all of it is there"
         assert pool.verify().clean
-        assert tiers_of(pool)[0].counts.now()["promoted"] == len(chunks)
+        assert tiers_of(pool)[0].counts.now()["fetched"] == len(chunks)
 
 
 def test_one_read_of_a_lower_tier_makes_nothing_young(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_chunk_that_one_tier_lost_comes_from_the_next(lost: int, tmp_path: Pat
         assert fetch.num_kept == len(chunks)
         check(space, chunks)
         fetch.release()
-        assert [tier.counts.now()["promoted"] for tier in tiers_of(pool)] == [len(chunks) - 1, 1]
+        assert [tier.counts.now()["fetched"] for tier in tiers_of(pool)] == [len(chunks) - 1, 1]
 
 
 @pytest.mark.parametrize("lost", [0, 4, COUNT])

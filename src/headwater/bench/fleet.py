@@ -178,7 +178,7 @@ def _report(bench: FleetBench, outcomes: list[dict[str, Any]], flipper: Flipper,
         "statuses": statuses,
         "breaker_trips": sum(tier["breaker_trips"] for row in tiers for tier in row),
         "hits_by_tier": [sum(tier["hits"] for tier in row) for row in tiers],
-        "promoted": sum(tier["promoted"] for row in tiers for tier in row),
+        "fetched": sum(tier["fetched"] for row in tiers for tier in row),
     }
     for name in ("match", "read"):
         values = [value for client in clients for value in client[f"{name}_ms"]] or [0.0]

@@ -10,8 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from headwater.stores.url import parse_size
-
 PROFILE = "profile"
 """May be written among the parts, too."""
 
@@ -80,6 +78,8 @@ def bench_vllm(
         if layers is not None:
             given["shape"] = replace(gpu.shape, num_layers=layers)
         if capacity is not None:
+            from headwater.stores.url import parse_size
+
             given["capacity_bytes"] = parse_size(capacity)
         if seconds is not None:
             given["seconds"] = seconds

@@ -123,7 +123,7 @@ POOL_METRICS: tuple[Metric, ...] = (
     _tier("hits", "Pieces (one rank's part of one chunk, or some layers of it) read from the tier."),
     _tier("hit_bytes", "Bytes read from the tier."),
     _tier("misses", "Pieces that were to be read from the tier and were not there, or not in time."),
-    _tier("promoted", "Pieces read from the tier that are in the first tier since."),
+    _tier("fetched", "Chunks fetched from the tier into the first one."),
     _tier("stored", "Chunks copied to the tier; in the first tier: stored by all processes."),
     _tier("stored_bytes", "Bytes copied to the tier; in the first tier: stored by all processes."),
     Metric(

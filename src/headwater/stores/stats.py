@@ -32,8 +32,8 @@ class TierStats:
     hits: int = 0
     hit_bytes: int = 0
     misses: int = 0
-    promoted: int = 0
-    """Chunks' pieces that were read here and are in the first tier since."""
+    fetched: int = 0
+    """Chunks that were brought from here into the first tier."""
     stored: int = 0
     stored_bytes: int = 0
     waiting: int = 0

@@ -254,7 +254,7 @@ class TierFetch:
         for i in dict.fromkeys(owners):
             if i not in lost:
                 tickets[i].status = Status.EXISTS
-                self._from[tickets[i].chunk.key].counts.add(promoted=1)
+                self._from[tickets[i].chunk.key].counts.add(fetched=1)
         self._front.redate(self._ages)
 
     def _num_complete(self, window: Sequence[ChunkRef], tickets: Sequence[Ticket]) -> int:
@@ -294,7 +294,7 @@ class TierFetch:
             left_s = max(0.0, self._deadline - time.monotonic())
             if not self._front.write(self._root, [Piece(chunk, shard, tiles)], left_s)[0].stored:
                 return number
-            self._from[chunk.key].counts.add(promoted=1)
+            self._from[chunk.key].counts.add(fetched=1)
         return len(window)
 
 

@@ -196,6 +196,6 @@ def _tally(counts: Counts, chunks: Sequence[Exported], statuses: Sequence[Status
 
 
 def _stats(tier: LowerTier, waiting: int, counts: Counter[str], **more: int | str | tuple[str, ...]) -> TierStats:
-    names = ("hits", "hit_bytes", "misses", "promoted", "stored", "stored_bytes", "dropped", "full", "heard")
+    names = ("hits", "hit_bytes", "misses", "fetched", "stored", "stored_bytes", "dropped", "full", "heard")
     figures = {name: counts[name] for name in names}
     return TierStats(str(tier.url), tier.mode, waiting=waiting, **figures, **more)  # type: ignore[arg-type]

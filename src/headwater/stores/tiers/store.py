@@ -1,8 +1,8 @@
 """A pool of several tiers, fastest first: written to the first, found and read in all.
 
 The first tier is an embedded store, and everything that needs its promises happens there: ranks fill its extents
-together, leases and pins hold its chunks. What is complete there is copied down (see `copier`); what is read further
-down is brought up by the ranks that read it, each its own part, just as they would have written it.
+together, leases and pins hold its chunks. Complete chunks are copied down (see `copier`); chunks that are found further
+down are fetched into the first tier (see `fetch`), or read where they are.
 """
 
 from __future__ import annotations
