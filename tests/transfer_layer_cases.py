@@ -101,7 +101,7 @@ def check_layer_save(url: str, device: str, tp: int, ring: int, group_bytes: int
                         ]
                     written[(shard.heads.start, part[0].number, request[1])] = step.layers
                     with computing(device) as slow:
-                        saver.begin(part, blocks)
+                        saver.begin("", part, blocks)
                         assert saver.has_open
                         for layer in range(SPEC.num_layers):
                             slow()
@@ -232,7 +232,7 @@ def check_full_ring(url: str, device: str) -> None:
         saver = DeviceSaver(space, view, shard, staging_bytes=3 * EXTENT, group_bytes=1, deadline_s=10.0)
         step = Step(view, shard, chunks[:6], blocks)
         with held_up(space, "reserve") as go:
-            saver.begin(chunks[:6], blocks)
+            saver.begin("", chunks[:6], blocks)
             for layer in range(SPEC.num_layers):
                 step.write(layer)
                 saver.layer_done(layer)
@@ -248,7 +248,7 @@ def check_full_ring(url: str, device: str) -> None:
         assert held is not None
         step = Step(view, shard, chunks[:6], blocks)
         with held_up(space, "reserve") as go:
-            saver.begin(chunks[:6], blocks)
+            saver.begin("", chunks[:6], blocks)
             step.write(0)
             saver.layer_done(0)
             go.set()
@@ -277,25 +277,25 @@ def check_abandoned(url: str, device: str) -> None:
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, device)
         saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=10.0)
-        saver.begin(chunks[:4], blocks)
+        saver.begin("", chunks[:4], blocks)
         saver.layer_done(0)
         saver.layer_done(1)
         step = Step(view, shard, chunks[:2], blocks)
-        saver.begin(chunks[:2], blocks)
+        saver.begin("", chunks[:2], blocks)
         for layer in range(SPEC.num_layers):
             step.write(layer)
             saver.layer_done(layer)
         assert saver.drain(30)
         assert saver.num_dropped == 4
         assert space.exists(chunks[:4]) == [True, True, False, False]
-        saver.begin(chunks[2:4], blocks)
+        saver.begin("", chunks[2:4], blocks)
         saver.discard()
         assert not saver.has_open
-        saver.begin(chunks[2:4], blocks)
+        saver.begin("", chunks[2:4], blocks)
         saver.layer_done(0)
         saver.layer_done(2)  # one was skipped: this is another step
         assert not saver.has_open
-        saver.begin(chunks[2:4], blocks)
+        saver.begin("", chunks[2:4], blocks)
         saver.layer_done(0)
         saver.close()
         saver.close()
@@ -318,7 +318,7 @@ def check_never_computed(url: str, device: str) -> None:
         savers[1].save(chunks[:4], blocks)
         assert savers[1].drain(30)
         assert pool.stats().store.pending_bytes == 4 * EXTENT
-        savers[0].begin(chunks[:4], blocks)
+        savers[0].begin("", chunks[:4], blocks)
         savers[0].discard()
         assert savers[0].drain(30)
         assert savers[0].num_dropped == 4
@@ -344,8 +344,8 @@ def check_failed_launch(url: str, device: str, layer: int) -> None:
 
         for number in range(SPEC.num_layers):
             step.write(number)
-        saver.begin(chunks, blocks)
-        saver.begin(other, blocks)
+        saver.begin("", chunks, blocks)
+        saver.begin("", other, blocks)
         with patch.object(device_saver, "gather", gather_or_fail):
             for number in range(layer):
                 saver.layer_done(number)
@@ -360,7 +360,7 @@ def check_failed_launch(url: str, device: str, layer: int) -> None:
         assert saver.num_dropped == len(other) + (0 if is_stored else len(chunks))
         assert pool.stats().store.pending_bytes == 0
         # The next step finds everything as it was.
-        saver.begin(other, blocks)
+        saver.begin("", other, blocks)
         for number in range(SPEC.num_layers):
             saver.layer_done(number)
         assert saver.drain(30)
@@ -379,7 +379,7 @@ def check_save_in_a_step(url: str, device: str) -> None:
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, device)
         saver = DeviceSaver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=12 * EXTENT, deadline_s=10.0)
-        saver.begin(chunks, blocks)
+        saver.begin("", chunks, blocks)
         saver.layer_done(0)
         saver.save(chunks[:4], blocks)
         assert not saver.has_open
@@ -406,7 +406,7 @@ def check_late_gathers(url: str) -> None:
                 if late:
                     with saver._beside.use():
                         torch.cuda._sleep(50 * SLOW_CYCLES)
-                saver.begin(part, where)
+                saver.begin("", part, where)
                 for layer in range(SPEC.num_layers):
                     saver.layer_done(layer)
             assert saver.drain(30)

@@ -20,6 +20,7 @@ from headwater.stores.base import Status
 from headwater.transfer.convert import Span, gather, plan_spans
 from headwater.transfer.device_loader import DeviceLoader
 from headwater.transfer.device_saver import DeviceSaver
+from headwater.transfer.saver import Wanted
 from headwater.transfer.view import PagedView
 
 from support import identity
@@ -128,7 +129,8 @@ def check_save_together(url: str, device: str, ring: int) -> None:
         saver = DeviceSaver(space, view, shard, staging_bytes=ring, deadline_s=10.0)
         gathers, launch = [], saver._gather
         saver._gather = lambda *args, **more: (gathers.append(args), launch(*args, **more))[1]  # type: ignore[method-assign]
-        saver.save_all([(chunks, blocks[0]), (alike, blocks[1]), (other, blocks[2])])
+        wanted = zip("abc", (chunks, alike, other), blocks, strict=True)
+        saver.save_all([Wanted(*each) for each in wanted])
         assert saver.drain(30)
         expected = tiles_of(view, shard, chunks, blocks[0]) + tiles_of(view, shard, alike[4:], blocks[1])
         expected += tiles_of(view, shard, other, blocks[2])

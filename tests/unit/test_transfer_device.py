@@ -128,7 +128,7 @@ def test_without_checksums_nothing_is_stored_and_nothing_is_kept(monkeypatch: py
         with monkeypatch.context() as broken:
             broken.setattr(device_sender, "staged_checksums", lambda *args: 1 / 0)
             for num_layers in (0, SPEC.num_layers):
-                saver.save(chunks, blocks) if not num_layers else saver.begin(chunks, blocks)
+                saver.save(chunks, blocks) if not num_layers else saver.begin("", chunks, blocks)
                 for layer in range(num_layers):
                     saver.layer_done(layer)
                 assert saver.drain(30)
@@ -151,7 +151,7 @@ def test_a_rank_that_is_behind_waits_for_nothing_that_was_given_up(by_layer: boo
             if not by_layer:
                 saver.save(chunks, blocks)
             else:
-                saver.begin(chunks, blocks)
+                saver.begin("", chunks, blocks)
                 for layer in range(SPEC.num_layers):
                     saver.layer_done(layer)
             assert saver.drain(30)

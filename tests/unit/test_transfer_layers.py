@@ -71,7 +71,7 @@ def test_saved_layer_by_layer_and_loaded_layer_by_layer(tp: int) -> None:
             shard = Topology(tp=tp).shard(SPEC, tp_rank=rank)
             view, blocks = make_cache(shard, "cpu")
             with saver_of(space, view, shard) as saver:
-                saver.begin(chunks, blocks)
+                saver.begin("", chunks, blocks)
                 assert saver.has_open
                 for layer in shard.layers:
                     assert not space.exists([chunks[0]])[0], "visible before its last layer is there"
@@ -201,7 +201,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, "cpu")
         with saver_of(space, view, shard) as saver:
-            saver.begin(chunks, blocks)
+            saver.begin("", chunks, blocks)
             saver.layer_done(0)
         assert pool.stats().store.pending_bytes == 0
         assert not any(space.exists(chunks))

@@ -52,7 +52,7 @@ def one_saver(
 
 
 def begin(saver: AnySaver, chunks: list[ChunkRef]) -> None:
-    saver.begin(chunks, REQUEST)
+    saver.begin("", chunks, REQUEST)
 
 
 kinds = pytest.mark.parametrize("kind", [Saver, DeviceSaver])

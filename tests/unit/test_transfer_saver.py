@@ -36,12 +36,14 @@ class Rank:
         self.saver = Saver(space, view, self.shard, staging_bytes=staging, deadline_s=5.0, group_bytes=1)
         self._blocks = np.arange(num_blocks, dtype=np.int32)
 
-    def save(self, chunks: list[ChunkRef], *, by_layer: bool) -> None:
-        """Save, in one go or while the layers are computed."""
+    def save(self, chunks: list[ChunkRef], *, by_layer: bool, num_announced: int = SPEC.num_layers) -> None:
+        """Save, in one go or while the layers are computed; what is not announced is taken at the end of the step."""
         if by_layer:
-            self.saver.begin(chunks, self._blocks)
-            for layer in range(SPEC.num_layers):
+            self.saver.begin("request", chunks, self._blocks)
+            for layer in range(num_announced):
                 self.saver.layer_done(layer)
+            self.saver.end_step()
+            assert not self.saver.has_open
         else:
             self.saver.save(chunks, self._blocks)
 
@@ -63,6 +65,8 @@ def test_a_part_that_is_dropped_aborts_its_chunk(scheme: str, first: str, by_lay
             short.saver.close()
             roomy.saver.close()
         assert short.saver.num_dropped == CHUNKS - 2
+        assert short.saver.take_unsaved() == [("request" if by_layer else "", 2 * CHUNK)]
+        assert short.saver.take_unsaved() == []
         assert space.exists(chunks) == [True, True, False, False, False]
         stats = pool.stats().store
         assert stats.pending_bytes == 0, "the other rank's part waits for one that never comes"
@@ -78,3 +82,29 @@ def test_a_part_that_is_dropped_aborts_its_chunk(scheme: str, first: str, by_lay
             assert rank.saver.drain(10)
             rank.saver.close()
         assert all(space.exists(chunks))
+
+
+@pytest.mark.parametrize("num_announced", [0, 1])
+def test_layers_that_are_not_announced_are_taken_at_the_end_of_the_step(num_announced: int, tmp_path: Path) -> None:
+    with temporary_url("shm", tmp_path, "capacity=4MiB") as url, open_pool(url, group=7) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks = space.keys(range(CHUNKS * CHUNK)).chunks()
+        for number in range(2):
+            rank = Rank(space, number, slots=CHUNKS)
+            rank.save(chunks, by_layer=True, num_announced=num_announced)
+            assert rank.saver.drain(10)
+            rank.saver.close()
+            assert not rank.saver.take_unsaved()
+        assert all(space.exists(chunks))
+
+
+def test_a_step_that_failed_is_told_as_unsaved(tmp_path: Path) -> None:
+    with temporary_url("shm", tmp_path, "capacity=4MiB") as url, open_pool(url, group=7) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        rank = Rank(space, 0, slots=CHUNKS)
+        rank.saver.begin("a", space.keys(range(CHUNKS * CHUNK)).chunks()[2:], rank._blocks)
+        rank.saver.layer_done(0)
+        rank.saver.discard()
+        assert rank.saver.take_unsaved() == [("a", 2 * CHUNK)]
+        rank.saver.end_step()
+        rank.saver.close()

@@ -402,7 +402,7 @@ def _interference(bench: TransferBench, rank: _Rank, out_rate: float, device: to
     def layer(number: int) -> None:
         step, layer = divmod(number, num_layers)
         if not layer:
-            saver.begin(rank.chunks[step * per_step : (step + 1) * per_step], rank.blocks)
+            saver.begin("", rank.chunks[step * per_step : (step + 1) * per_step], rank.blocks)
         saver.layer_done(layer)
 
     def whole(number: int) -> None:

@@ -15,7 +15,7 @@ from headwater.transfer.device_ring import sums_bytes
 from headwater.transfer.device_saver import DeviceSaver
 from headwater.transfer.layers import CPU_GROUP_BYTES, GPU_GROUP_BYTES
 from headwater.transfer.loader import Loader
-from headwater.transfer.saver import Saver
+from headwater.transfer.saver import Saver, Wanted
 from headwater.transfer.view import PagedView
 
 DEFAULT_STAGING_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
@@ -71,11 +71,11 @@ class WorkerHalf:
     def save(self, jobs: Sequence[Job]) -> None:
         """Take the jobs' KV out of the cache now and store it in the background. Together they cost a GPU's engine
         hardly more than one."""
-        self._saver.save_all([(job.chunks, job.block_ids) for job in jobs])
+        self._saver.save_all([Wanted(job.request_id, job.chunks, job.block_ids) for job in jobs])
 
     def begin_save(self, job: Job) -> None:
         """Take the job's KV out of the cache layer by layer, in the course of the step that computes it."""
-        self._saver.begin(job.chunks, job.block_ids)
+        self._saver.begin(job.request_id, job.chunks, job.block_ids)
 
     def load(self, job: Job, *, layerwise: bool = False) -> None:
         """Bring the job's KV into its blocks in the background; with `layerwise`, for a step that begins now."""

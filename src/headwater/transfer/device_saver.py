@@ -25,10 +25,8 @@ from headwater.transfer.device_save import Gathered, SaveJob
 from headwater.transfer.device_sender import Sender
 from headwater.transfer.lanes import OVER, Lane, Mark, current_lane
 from headwater.transfer.layers import GPU_GROUP_BYTES, layer_groups
+from headwater.transfer.saver import Unsaved, Wanted
 from headwater.transfer.view import PagedView
-
-Wanted = tuple[Sequence[ChunkRef], npt.NDArray[np.int32]]
-"""Chunks of one request (in order, parents first), and its blocks from its first token on."""
 
 
 class DeviceSaver:
@@ -58,6 +56,9 @@ class DeviceSaver:
         """Where the newest group of layers begins."""
         self._open: list[SaveJob] = []
         """Of one step, so all of them are at the same layer and have the same groups."""
+        self._names: dict[SaveJob, str] = {}
+        """Of those."""
+        self._unsaved = Unsaved()
         self._num_full = 0
         self._sender = Sender(space, view, shard, self.ring, deadline_s)
 
@@ -83,22 +84,29 @@ class DeviceSaver:
 
         Launches on the current stream and does not wait. Between steps: in the middle of one, its saves are given up.
         """
-        self.save_all([(chunks, block_ids)])
+        self.save_all([Wanted("", chunks, block_ids)])
 
     def save_all(self, wanted: Sequence[Wanted]) -> None:
         """`save` for several requests, in one launch for all that have one tenant and adapter: a launch takes as long
         for one chunk as for a hundred. What several requests have is taken once, from the first of them."""
         for group in _by_root(wanted):
-            plan = join_plans([plan_chunks(self._view, self._shard, *each) for each in group])
-            self._save([chunk for chunks, _ in group for chunk in chunks], plan)
+            plans = [plan_chunks(self._view, self._shard, each.chunks, each.block_ids) for each in group]
+            names = [each.name for each in group for _ in each.chunks]
+            self._save(names, [chunk for each in group for chunk in each.chunks], join_plans(plans))
 
-    def _save(self, chunks: Sequence[ChunkRef], plan: Plan) -> None:
+    def take_unsaved(self) -> list[tuple[str, int]]:
+        """By name: the first token of each request that there was no room for, since the last call."""
+        return self._unsaved.take()
+
+    def _save(self, names: Sequence[str], chunks: Sequence[ChunkRef], plan: Plan) -> None:
         self._end([job for job in self._open if job.rooms])  # the ring's rooms go back in the order of their taking
         done = 0
         while done < len(chunks):
             room = self.ring.take(self.ring.slot_bytes, len(chunks) - done)
             if room is None:
                 self._num_full += len(chunks) - done
+                for name, chunk in zip(names[done:], chunks[done:], strict=True):
+                    self._unsaved.add(name, chunk.first_token)
                 self._sender.give_up(chunks[done:])
                 return
             spans = range(done, done + room.num_units)
@@ -112,7 +120,7 @@ class DeviceSaver:
             done += room.num_units
 
     # ---- layer by layer -----------------------------------------------------------------------------------------
-    def begin(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
+    def begin(self, name: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
         """Take these chunks (parents first) in the course of the coming step: `layer_done` says when a layer of them is
         computed.
 
@@ -125,7 +133,9 @@ class DeviceSaver:
             chunks = [chunk for chunk in chunks if chunk.key not in taken]
         if not chunks:
             return
-        self._open.append(SaveJob(chunks, plan_chunks(self._view, self._shard, chunks, block_ids), []))
+        job = SaveJob(chunks, plan_chunks(self._view, self._shard, chunks, block_ids), [])
+        self._names = {open_job: self._names[open_job] for open_job in self._open} | {job: name}
+        self._open.append(job)
         self._sender.count(chunks)
 
     def layer_done(self, layer: int) -> None:
@@ -178,6 +188,11 @@ class DeviceSaver:
             lane.wait(self._beside.mark())
             self._is_beside = False
 
+    def end_step(self) -> None:
+        """The step is launched: take what was begun and not announced layer by layer."""
+        for layer in self._shard.layers[self._open[0].num_layers :] if self._open else ():
+            self.layer_done(layer)
+
     @property
     def has_open(self) -> bool:
         """Whether a save waits for its layers."""
@@ -219,6 +234,7 @@ class DeviceSaver:
             done += room.num_units
         if done < job.num_kept:
             job.num_kept = done
+            self._unsaved.add(self._names[job], job.chunks[done].first_token)
             self._sender.cut(job, done)
         job.parts = [job.plan.part(spans) for spans, _ in job.rooms]
 
@@ -265,6 +281,7 @@ class DeviceSaver:
             unused = lane.mark(blocking=True)
         for job in jobs:
             self._open.remove(job)
+            self._unsaved.add(self._names[job], job.chunks[0].first_token)
             for _, room in job.rooms:
                 self._sender.pass_on(room, unused)
             job.num_kept, job.rooms = 0, []
@@ -274,10 +291,10 @@ class DeviceSaver:
 def _by_root(wanted: Sequence[Wanted]) -> Iterable[Sequence[Wanted]]:
     """What can be saved together, each chunk once."""
     if len(wanted) == 1:
-        return [wanted] if wanted[0][0] else []
+        return [wanted] if wanted[0].chunks else []
     seen, same = set[bytes](), dict[bytes, list[Wanted]]()
-    for every, block_ids in wanted:
+    for name, every, block_ids in wanted:
         if chunks := [chunk for chunk in every if chunk.key not in seen]:
             seen.update([chunk.key for chunk in chunks])
-            same.setdefault(chunks[0].root, []).append((chunks, block_ids))
+            same.setdefault(chunks[0].root, []).append(Wanted(name, chunks, block_ids))
     return same.values()

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,10 +34,38 @@ log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.005
 
 
+class Wanted(NamedTuple):
+    """Chunks of one request (in order, parents first), and its blocks from its first token on."""
+
+    name: str
+    chunks: Sequence[ChunkRef]
+    block_ids: npt.NDArray[np.int32]
+
+
+class Unsaved:
+    """By name: the first token that was not saved. Safe from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first: dict[str, int] = {}
+
+    def add(self, name: str, first_token: int) -> None:
+        """Nothing from this token on was saved."""
+        with self._lock:
+            self._first[name] = min(first_token, self._first.get(name, first_token))
+
+    def take(self) -> list[tuple[str, int]]:
+        """What was added since the last call."""
+        with self._lock:
+            found, self._first = self._first, {}
+        return list(found.items())
+
+
 @dataclass
 class _Save:
     """Chunks that were taken together, and the slots they lie in."""
 
+    name: str
     chunks: Sequence[ChunkRef]
     slots: list[int]
     plan: Plan
@@ -99,6 +128,7 @@ class Saver:
         self._layer_bytes = heads * tile
         self._slots = Slots(layers * heads * tile, staging_bytes)
         self._aborts = Aborts(space, shard)
+        self._unsaved = Unsaved()
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._open: list[_Save] = []
         """Saves whose layers are being computed, all in one step."""
@@ -121,20 +151,24 @@ class Saver:
 
     def save(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
         """Take the KV of these chunks (in order, parents first) out of the cache, as much as there is room for."""
-        if (save := self._take(chunks, block_ids)) is not None:
-            try:
-                self._gather(save, self._shard.layers)
-            except BaseException:
-                self._give_up([save])
-                raise
-            self._queue.put(_Part([save], self._shard.layers))
+        self.save_all([Wanted("", chunks, block_ids)])
 
-    def save_all(self, wanted: Sequence[tuple[Sequence[ChunkRef], npt.NDArray[np.int32]]]) -> None:
+    def save_all(self, wanted: Sequence[Wanted]) -> None:
         """`save` for several requests."""
-        for chunks, block_ids in wanted:
-            self.save(chunks, block_ids)
+        for name, chunks, block_ids in wanted:
+            if (save := self._take(name, chunks, block_ids)) is not None:
+                try:
+                    self._gather(save, self._shard.layers)
+                except BaseException:
+                    self._give_up([save])
+                    raise
+                self._queue.put(_Part([save], self._shard.layers))
 
-    def begin(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
+    def take_unsaved(self) -> list[tuple[str, int]]:
+        """By name: the first token of each request that was not saved, since the last call."""
+        return self._unsaved.take()
+
+    def begin(self, name: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
         """Take these chunks in the course of the coming step: `layer_done` says when a layer of them is computed.
 
         What several requests have is taken once, from the first of them. What an earlier step computed only in part is
@@ -144,7 +178,7 @@ class Saver:
             self.discard()
         taken = {chunk.key for save in self._open for chunk in save.chunks}
         chunks = [chunk for chunk in chunks if chunk.key not in taken]
-        if (save := self._take(chunks, block_ids)) is not None:
+        if (save := self._take(name, chunks, block_ids)) is not None:
             self._open.append(save)
 
     def layer_done(self, layer: int) -> None:
@@ -169,6 +203,11 @@ class Saver:
         if not self._groups:
             self._open, self._num_layers = [], 0
 
+    def end_step(self) -> None:
+        """The step is over and all its KV is in the cache: take what was begun and not announced layer by layer."""
+        for layer in self._shard.layers[self._num_layers :] if self._open else ():
+            self.layer_done(layer)
+
     @property
     def has_open(self) -> bool:
         """Whether a save waits for its layers."""
@@ -176,6 +215,8 @@ class Saver:
 
     def discard(self) -> None:
         """The step failed: give up what was begun."""
+        for save in self._open:
+            self._unsaved.add(save.name, save.chunks[0].first_token)
         self._give_up(self._open)
         self._open, self._groups, self._num_layers = [], [], 0
 
@@ -194,11 +235,12 @@ class Saver:
             self._queue.put(None)
             self._thread.join(timeout_s)
 
-    def _take(self, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> _Save | None:
+    def _take(self, name: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> _Save | None:
         slots = self._slots.take(len(chunks))
         taken, dropped = chunks[: len(slots)], chunks[len(slots) :]
         if dropped:
             self._num_full += len(dropped)
+            self._unsaved.add(name, dropped[0].first_token)
             self._queue.put(_Drop(dropped))
         if not taken:
             return None
@@ -209,7 +251,7 @@ class Saver:
             self._slots.give_back(slots)
             raise
         self._queue.put(_Begin(taken))
-        return _Save(taken, slots, plan)
+        return _Save(name, taken, slots, plan)
 
     def _give_up(self, saves: Sequence[_Save]) -> None:
         for save in saves:
@@ -282,5 +324,7 @@ class Saver:
         for (save, number), status in zip(live, outcome, strict=True):
             if not status.stored:
                 save.failed.add(number)
+            if status.failed:
+                self._unsaved.add(save.name, save.chunks[number].first_token)
         stored = zip(chunks, outcome, strict=True)
         self._num_failed += self._aborts.give_up_failed(stored, has_begun=before is not None)
