@@ -1,14 +1,12 @@
-"""Pipeline stages share one pool: each worker half knows only its layers, readers cut the model elsewhere.
+"""Pipeline stages share one pool: each worker side knows only its layers, readers cut the model elsewhere.
 
-The engine has no pipeline parallelism of its own, so its one cache is divided among several worker halves, each
+The engine has no pipeline parallelism of its own, so its one cache is divided among several worker sides, each
 registered with some layers (and some heads) of it, as the ranks of such an engine would be.
 """
 
 from __future__ import annotations
 
-import queue
 import secrets
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -20,9 +18,9 @@ import pytest
 pytest.importorskip("transformers")
 
 from headwater.connector.config import ConnectorConfig
-from headwater.connector.jobs import Job, Loaded
+from headwater.connector.orders import StepOrders, StepReport
 from headwater.connector.stats import TransferStats
-from headwater.connector.worker import WorkerHalf
+from headwater.connector.worker import WorkerSide
 from headwater.engine.device import choose_placement
 from headwater.engine.engine import Engine
 from headwater.engine.executor import Executor
@@ -65,89 +63,73 @@ def part_of(view: PagedView, shard: Shard) -> PagedView:
 
 
 class Stages:
-    """Worker halves over the parts of one engine's cache: its mover, and the hooks of its layers."""
+    """Worker sides over the parts of one engine's cache: together they are its runner's way to the pool."""
 
     def __init__(self, executor: Executor, topology: Topology, identity: Any, config: ConnectorConfig) -> None:
         runner: Any = executor._runner
         cache = runner.cache
         view = replace(view_description(runner.spec, cache.view, cache.data), num_blocks=cache.num_pages + 1)
         group = secrets.randbits(62) + 1
-        self._loaded: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
-        self._loads: dict[str, list[int]] = {}
         self._pools = []
-        self._halves: list[tuple[Shard, WorkerHalf]] = []
+        self.sides: list[tuple[Shard, WorkerSide]] = []
         for shard in topology.shards(runner.spec):
             pool = open_pool(config.pool, group=group)
             self._pools.append(pool)
             self.space = pool.space(identity, runner.spec)
-            half = WorkerHalf(self.space, part_of(view, shard), shard, config, self._loaded.put)
-            self._halves.append((shard, half))
-        runner._half = self
+            side = WorkerSide(self.space, part_of(view, shard), shard, config, dummy_block=cache.num_pages)
+            self.sides.append((shard, side))
+        runner.pool = self
 
-    # What the scheduler's side asks for
-    def save(self, job: Job) -> None:
-        for _, half in self._halves:
-            half.save([job])
+    def start_step(self, orders: StepOrders) -> None:
+        for _, side in self.sides:
+            side.start_step(orders)
 
-    def take_saves(self) -> None:
-        pass
+    def start_loads(self, orders: StepOrders) -> None:
+        for _, side in self.sides:
+            side.start_loads(orders)
 
-    def begin_save(self, job: Job) -> None:
-        for _, half in self._halves:
-            half.begin_save(job)
-
-    def discard(self) -> None:
-        for _, half in self._halves:
-            half.discard()
-
-    def load(self, job: Job, *, layerwise: bool) -> None:
-        self._loads[job.request_id] = []
-        for _, half in self._halves:
-            half.load(job, layerwise=layerwise)
-
-    def cancel(self, request_id: str) -> None:
-        for _, half in self._halves:
-            half.cancel(request_id)
-
-    def wait_loaded(self, timeout_s: float) -> list[Loaded]:
-        deadline = time.monotonic() + timeout_s
-        while self._loads:
-            try:
-                loaded = self._loaded.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                break
-            counts = self._loads[loaded.request_id]
-            counts.append(loaded.num_chunks)
-            if len(counts) == len(self._halves):
-                del self._loads[loaded.request_id]
-                return [Loaded(loaded.request_id, min(counts))]
-        return []
-
-    def drain(self, timeout_s: float) -> bool:
-        return all(half.drain(timeout_s) for _, half in self._halves)
-
-    def transfer_stats(self) -> TransferStats:
-        return self._halves[0][1].stats()
-
-    # What the runner asks for
     @property
     def follows_layers(self) -> bool:
-        return any(half.follows_layers for _, half in self._halves)
+        return any(side.follows_layers for _, side in self.sides)
+
+    @property
+    def needs_layers(self) -> bool:
+        return any(side.needs_layers for _, side in self.sides)
 
     def before_layer(self, layer: int) -> None:
-        for half in self._holders(layer):
-            half.before_layer(layer)
+        for side in self._holders(layer):
+            side.before_layer(layer)
 
     def after_layer(self, layer: int) -> None:
-        for half in self._holders(layer):
-            half.after_layer(layer)
+        for side in self._holders(layer):
+            side.after_layer(layer)
 
-    def _holders(self, layer: int) -> list[WorkerHalf]:
-        return [half for shard, half in self._halves if layer in shard.layers]
+    def _holders(self, layer: int) -> list[WorkerSide]:
+        return [side for shard, side in self.sides if layer in shard.layers]
+
+    def end_step(self) -> None:
+        for _, side in self.sides:
+            side.end_step()
+
+    def discard(self, orders: StepOrders | None = None) -> None:
+        for _, side in self.sides:
+            side.discard(orders)
+
+    def take_report(self) -> StepReport:
+        report = StepReport()
+        for _, side in self.sides:
+            report = report.merged(side.take_report())
+        return report
+
+    def drain(self, timeout_s: float) -> bool:
+        return all(side.drain(timeout_s) for _, side in self.sides)
+
+    def stats(self) -> TransferStats:
+        return self.sides[0][1].stats()
 
     def close(self) -> None:
-        for _, half in self._halves:
-            half.close()
+        for _, side in self.sides:
+            side.close()
         for pool in self._pools:
             pool.close()
 
@@ -163,15 +145,21 @@ class StagedEngine:
         connector = ConnectorConfig(pool=url, load_mode=load_mode, group_bytes=1)
         identity = engine_identity(checkpoint, placement.dtype, config.load_format)
         self.stages = Stages(executor, topology, identity, connector)
-        link = PoolLink(self.stages.space, connector, self.stages, dummy_page=executor.plan.num_pages)
+        link = PoolLink(
+            self.stages.space,
+            connector,
+            page_size=config.page_size,
+            num_ranks=len(self.stages.sides),
+            dummy_page=executor.plan.num_pages,
+        )
         self.engine = Engine(config, checkpoint=checkpoint, executor=executor, link=link)
 
     def __enter__(self) -> StagedEngine:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.stages.close()
         self.engine.close()
+        self.stages.close()
 
 
 @cache
@@ -259,7 +247,7 @@ def test_a_stage_that_fails_to_load_costs_the_prompt_its_hit(oracle: Oracle, poo
         generate(one.engine, references[:1])
         assert one.engine.drain_saves(10.0)
     with StagedEngine(path, Topology(pp=(1, 6, 1)), pool_url) as other:
-        last = other.stages._halves[-1][1]
+        last = other.stages.sides[-1][1]
         loader: Any = last._loader
         real = loader._space
 

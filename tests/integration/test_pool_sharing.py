@@ -7,14 +7,14 @@ import os
 import random
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headwater.connector.jobs import Job
-from headwater.connector.worker import WorkerHalf
+from headwater.connector.orders import StepOrders
+from headwater.connector.worker import WorkerSide
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.params import SamplingParams
@@ -170,17 +170,18 @@ def test_requests_that_end_together_are_saved_together(
     path, references = oracle(4)
     config = EngineConfig(model=str(path), device="cpu", max_model_len=600, num_pages=120, num_threads=1, pool=pool_url)
     calls: list[list[str]] = []
-    save, forward = WorkerHalf.save, Runner.forward
+    start_step, forward = WorkerSide.start_step, Runner.forward
 
-    def saved(half: WorkerHalf, jobs: Sequence[Job]) -> None:
-        calls.append([job.request_id for job in jobs])
-        save(half, jobs)
+    def started(side: WorkerSide, orders: StepOrders) -> None:
+        if orders.before:
+            calls.append([order.job.request_id for order in orders.before])
+        start_step(side, orders)
 
     def computed(runner: Runner, *args: Any) -> Any:
         calls.append([])
         return forward(runner, *args)
 
-    monkeypatch.setattr(WorkerHalf, "save", saved)
+    monkeypatch.setattr(WorkerSide, "start_step", started)
     monkeypatch.setattr(Runner, "forward", computed)
     with Engine(config) as engine:
         got, _ = generate(engine, references)

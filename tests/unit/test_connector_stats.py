@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from headwater.connector.clock import ThreadClock
 from headwater.connector.config import ConnectorConfig
-from headwater.connector.jobs import Job, Loaded
+from headwater.connector.orders import Job, LoadOrder, SaveOrder, StepOrders
 from headwater.connector.stats import MAX_RECENT, Durations, SchedulerCounts, TransferStats
-from headwater.connector.worker import WorkerHalf
+from headwater.connector.worker import WorkerSide
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import open_pool
 
@@ -111,21 +111,22 @@ def test_a_rank_counts_its_loads() -> None:
     shard = whole_shard(spec)
     with open_pool("memory://?capacity=8MiB") as pool:
         space = pool.space(identity(), spec, chunk_tokens=16)
-        arrived: list[Loaded] = []
         view, _ = cache_view(spec, shard, num_blocks=16, block_size=4, order=ORDERS[0])
-        half = WorkerHalf(space, view, shard, ConnectorConfig(pool="memory://"), arrived.append)
+        side = WorkerSide(space, view, shard, ConnectorConfig(pool="memory://"))
         try:
             chunks = tuple(space.keys([*range(1, 33)]).chunks())
-            half.save([Job("a", chunks, np.arange(8, dtype=np.int32))])
-            assert half.drain(10)
-            assert half.take_load_times() == []
-            half.load(Job("b", chunks, np.arange(8, 16, dtype=np.int32)))
-            wait_until(lambda: bool(arrived), 10, "the load ends")
-            stats = half.stats()
+            save = SaveOrder(Job.of("a", chunks, np.arange(8, dtype=np.int32)))
+            side.start_step(StepOrders(before=(save,)))
+            assert side.drain(10)
+            assert side.take_load_times() == []
+            load = LoadOrder(Job.of("b", chunks, np.arange(8, 16, dtype=np.int32)))
+            side.start_loads(StepOrders(loads=(load,)))
+            wait_until(lambda: bool(side.take_report().ended), 10, "the load ends")
+            stats = side.stats()
             assert stats.saved_bytes == stats.loaded_bytes == sum(spec.extent_bytes(c.num_tokens) for c in chunks)
-            (seconds,) = half.take_load_times()
+            (seconds,) = side.take_load_times()
             assert sum(stats.load_times.counts) == 1
             assert stats.load_times.sum == seconds >= stats.load_seconds > 0
             assert stats.step_seconds > 0
         finally:
-            half.close()
+            side.close()

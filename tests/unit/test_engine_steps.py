@@ -1,12 +1,15 @@
 """The step loop against a device that checks what it is told: every page a row reads must hold its own prefix.
 
 The fake device keeps, for each slot, the tokens that led to the KV written there. A page freed too early, shared
-wrongly, or written by two requests shows up as a wrong history at the first read.
+wrongly, or written by two requests shows up as a wrong history at the first read. It carries out the orders of the real
+connector, too: a chunk that is saved from pages which do not hold its tokens shows up at once.
 """
 
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,21 +19,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headwater.connector.config import ConnectorConfig
+from headwater.connector.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from headwater.connector.stats import TransferStats
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
-from headwater.engine.engine import Engine
+from headwater.engine.engine import LOAD_WAIT_S, Engine
 from headwater.engine.executor import Pending
-from headwater.engine.link import NOTHING, LoadEnd, LoadStart
+from headwater.engine.link import PoolLink
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams
-from headwater.engine.request import Request
 from headwater.engine.sampler import Sampled, SamplingBatch
 from headwater.errors import RequestError
+from headwater.kv.hashing import KEY_BYTES, ChunkKeys, ChunkRef
+from headwater.pool.space import Match
 
 VOCAB = 50
 EOS = 7
 POISON: tuple[int, ...] = (-1,)
 """KV that did not verify, or was computed from such."""
+ROOT = bytes(KEY_BYTES)
 
 
 def next_token(prefix: tuple[int, ...]) -> int:
@@ -38,10 +45,87 @@ def next_token(prefix: tuple[int, ...]) -> int:
     return hash(prefix) % VOCAB if len(prefix) % 5 else hash(prefix) % 12
 
 
+class HistoryFetch:
+    """Chunks on their way from the far tier: done after some questions, and not always complete."""
+
+    def __init__(self, space: HistorySpace, chunks: Sequence[ChunkRef]) -> None:
+        self._space = space
+        self._chunks = chunks
+        self._num_questions = space.rng.randrange(6)
+        self.num_kept = 0
+
+    @property
+    def is_done(self) -> bool:
+        self._num_questions -= 1
+        if self._num_questions == 0:
+            self.num_kept = self._space.rng.choice(
+                [len(self._chunks), self._space.rng.randrange(len(self._chunks) + 1)]
+            )
+            self._space.far -= {chunk.key for chunk in self._chunks[: self.num_kept]}
+        return self._num_questions <= 0
+
+    def release(self) -> None:
+        self._space.fetches.remove(self)
+
+
+class HistorySpace:
+    """A space of the pool whose chunks are histories, some of them in a far tier. Forgets some at times."""
+
+    lookup_s = 0.0
+    identity = SimpleNamespace(epoch=0)
+
+    def __init__(self, chunk_tokens: int, rng: random.Random) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.rng = rng
+        self.kept: dict[bytes, tuple[int, ...]] = {ROOT: ()}
+        self.far: set[bytes] = set()
+        self.leases: set[str] = set()
+        self.fetches: list[HistoryFetch] = []
+
+    def root(self, **names: bytes) -> None:
+        pass
+
+    def keys(self, tokens: Sequence[int] = (), **names: Any) -> ChunkKeys:
+        return ChunkKeys(ROOT, self.chunk_tokens, tokens)
+
+    def match(self, keys: ChunkKeys, *, max_tokens: int) -> Match:
+        chunks = [chunk for chunk in keys.chunks(tail=False) if chunk.first_token + chunk.num_tokens <= max_tokens]
+        length = next((n for n, chunk in enumerate(chunks) if chunk.key not in self.kept), len(chunks))
+        found = chunks[:length]
+        room = min(self.chunk_tokens - 1, keys.num_tokens - length * self.chunk_tokens)
+        tails = [keys.tail_ref(length, count) for count in range(room, 0, -1)]
+        return Match((*found, *[tail for tail in tails if tail.key in self.kept][:1]))
+
+    def exists(self, chunks: Sequence[ChunkRef]) -> list[bool]:
+        return [chunk.key in self.kept and chunk.key not in self.far for chunk in chunks]
+
+    def fetch(self, chunks: Sequence[ChunkRef], *, deadline_s: float) -> HistoryFetch | None:
+        if all(self.exists(chunks)):
+            return None
+        self.fetches.append(HistoryFetch(self, chunks))
+        return self.fetches[-1]
+
+    def lease(self, match: Match, request_id: str) -> None:
+        self.leases.add(request_id)
+
+    def release(self, request_id: str) -> None:
+        self.leases.remove(request_id)
+
+    def store(self, chunk: ChunkRef, history: tuple[int, ...]) -> bool:
+        if chunk.parent not in self.kept or self.rng.random() < 0.2:
+            return False
+        self.kept[chunk.key] = history
+        if self.rng.random() < 0.3:
+            self.far.add(chunk.key)
+        return True
+
+
 class HistoryDevice:
     """An executor whose KV is the history itself. Results are held back until asked for, as on a GPU."""
 
-    def __init__(self, num_pages: int, page_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, max_model_len: int, space: HistorySpace | None = None, num_ranks: int = 1
+    ) -> None:
         self.plan = SimpleNamespace(num_pages=num_pages, max_model_len=max_model_len, explanation="")
         self.vocab_size = VOCAB
         self._page_size = page_size
@@ -49,8 +133,28 @@ class HistoryDevice:
         self._previous: list[int] = []
         self.max_rows = 0
         self.num_rows = 0
+        self._space = space
+        self._num_ranks = num_ranks
+        self._loads: dict[str, LoadOrder] = {}
+        self._report = StepReport()
+        self.is_waiting = False
+        """No load ends before this is False."""
+        self.failure: BaseException | None = None
+        """What the next step fails with, once its orders have been begun."""
+        self.num_loads = self.num_failed = self.num_saved = self.num_dropped = self.num_during = 0
 
-    def launch(self, step: StepInput, sampling: SamplingBatch) -> Pending:
+    def launch(self, step: StepInput, sampling: SamplingBatch, orders: StepOrders) -> Pending:
+        self.order(orders)
+        if self.failure is not None:
+            error, self.failure = self.failure, None
+            raise error
+        pending = self._compute(step)
+        for order in orders.during:
+            self._save(order)
+        self.num_during += len(orders.during)
+        return pending
+
+    def _compute(self, step: StepInput) -> Pending:
         self.max_rows = max(self.max_rows, step.num_rows)
         self.num_rows += step.num_rows
         assert sorted(step.query_lens.tolist(), key=lambda n: n > 1) == step.query_lens.tolist(), "decodes come first"
@@ -84,6 +188,80 @@ class HistoryDevice:
         self._previous = samples
         return Pending(Sampled(torch.tensor(samples, dtype=torch.int64), None, None), None)
 
+    # The pool's side of it
+    def order(self, orders: StepOrders) -> None:
+        for order in orders.before:
+            self._save(order)
+        for load in orders.loads:
+            assert load.job.request_id not in self._loads
+            self._loads[load.job.request_id] = load
+            self.num_loads += 1
+            if load.mode != "async":
+                self._land(load)
+        assert all(request_id in self._loads for request_id in orders.cancelled), "a load that is over is cancelled"
+
+    def discard(self, orders: StepOrders) -> None:
+        """The orders were carried out, and loads that have begun end some day."""
+
+    def take_report(self) -> StepReport:
+        for load in list(self._loads.values()):
+            if self._space is not None and not self.is_waiting and self._space.rng.random() < 0.5:
+                self._land(load)
+        report, self._report = self._report, StepReport()
+        return report
+
+    def drain(self, timeout_s: float) -> bool:
+        return True
+
+    def transfer_stats(self) -> TransferStats:
+        return TransferStats()
+
+    def store_stats(self) -> None:
+        return None
+
+    def _save(self, order: SaveOrder) -> None:
+        """Keep what the pages hold: it must be what the chunks' keys stand for."""
+        assert self._space is not None
+        job = order.job
+        for chunk in job.chunks:
+            end = chunk.first_token + chunk.num_tokens
+            slots = [self._slot(job.block_ids, position) for position in range(chunk.first_token, end)]
+            history = self.histories[slots[-1]]
+            assert history is not POISON, "KV that is not known to be right is saved"
+            assert [self.histories[slot] for slot in slots] == [
+                history[: n + 1] for n in range(chunk.first_token, end)
+            ], "pages that hold something else are saved"
+            whole, tail = divmod(end, self._space.chunk_tokens)
+            keys = self._space.keys(history)
+            assert chunk == (keys.tail_ref(whole, tail) if tail else keys.ref(whole - 1)), "another prefix is saved"
+            if not self._space.store(chunk, history):
+                unsaved = {job.request_id: chunk.first_token}
+                self._report = self._report.merged(StepReport(unsaved=unsaved))
+                self.num_dropped += 1
+                return
+            self.num_saved += 1
+
+    def _land(self, load: LoadOrder) -> None:
+        """Write into the request's pages, whoever has them now: the device notices if they are somebody else's."""
+        assert self._space is not None
+        job, rng = load.job, self._space.rng
+        del self._loads[job.request_id]
+        most = len(job.chunks)
+        ranks = tuple(rng.choice([most, most, most, rng.randrange(most + 1)]) for _ in range(self._num_ranks))
+        for number, chunk in enumerate(job.chunks):
+            is_good = number < min(ranks)
+            history = self._space.kept[chunk.key]
+            for position in range(chunk.first_token, chunk.first_token + chunk.num_tokens):
+                slot = self._slot(job.block_ids, position)
+                self.histories[slot] = history[: position + 1] if is_good else POISON
+            if not is_good:
+                self._space.far.discard(chunk.key)
+        self.num_failed += min(ranks) < most
+        self._report = self._report.merged(StepReport(ended={job.request_id: ranks}))
+
+    def _slot(self, block_ids: Any, position: int) -> int:
+        return int(block_ids[position // self._page_size]) * self._page_size + position % self._page_size
+
     def check_alive(self) -> None:
         pass
 
@@ -91,87 +269,39 @@ class HistoryDevice:
         pass
 
 
-class HistoryPool:
-    """A pool of histories: keeps what it is given, brings back any part of it, late, and not always all of it."""
-
-    def __init__(self, device: HistoryDevice, page_size: int, rng: random.Random) -> None:
-        self._device = device
-        self._page_size = page_size
-        self._rng = rng
-        self._kept: set[tuple[int, ...]] = set()
-        self._loads: dict[int, tuple[Request, int, int]] = {}
-        self._ended: list[LoadEnd] = []
-        self.num_loads = self.num_failed = 0
-        self.layerwise_part = 0.5
-
-    def start_load(self, request: Request, num_shared: int) -> LoadStart:
-        limit = len(request.tokens) - 1
-        length = next((n for n in range(limit, 0, -1) if tuple(request.tokens[:n]) in self._kept), 0)
-        if length <= request.num_computed or self._rng.random() < 0.2:
-            return NOTHING
-        self.num_loads += 1
-        if self._rng.random() < self.layerwise_part:
-            good = self._land(request, length, num_shared)
-            self._ended.append(LoadEnd(request.arrival, good))
-            self.num_failed += good < length
-            return LoadStart(True, length)
-        self._loads[request.arrival] = (request, length, num_shared)
-        return LoadStart(True, 0)
-
-    def begin_save(self, request: Request, num_tokens: int) -> None:
-        assert not request.is_loading
-        assert num_tokens <= len(request.tokens)
-
-    def discard(self) -> None:
-        raise AssertionError("no step fails here")
-
-    def take_loaded(self, wait_s: float) -> list[LoadEnd]:
-        if self._ended and wait_s:
-            ended, self._ended = self._ended, []
-            return ended
-        ended = [arrival for arrival in self._loads if wait_s or self._rng.random() < 0.5]
-        return [LoadEnd(arrival, self._land(*self._loads.pop(arrival))) for arrival in ended]
-
-    def save(self, request: Request, *, ends: bool) -> None:
-        assert not request.is_loading, "what is not known to be right is kept"
-        known = request.tokens[: request.num_computed]
-        if self._rng.random() < 0.7:
-            self._kept.update(tuple(known[:n]) for n in range(1, len(known) + 1))
-
-    def end_step(self) -> None:
-        pass
-
-    def cancel(self, request: Request) -> None:
-        assert request.arrival in self._loads
-
-    def forget(self, request: Request) -> None:
-        assert request.arrival not in self._loads
-
-    def drain(self, timeout_s: float) -> bool:
-        return True
-
-    def stats(self) -> TransferStats:
-        return TransferStats()
-
-    def _land(self, request: Request, length: int, num_shared: int) -> int:
-        """Write into the request's pages, whoever has them now: the device notices if they are somebody else's."""
-        good = self._rng.choice([length, length, self._rng.randrange(length + 1)])
-        for position in range(num_shared * self._page_size, length):
-            page, offset = divmod(position, self._page_size)
-            slot = int(request.page_row[page]) * self._page_size + offset
-            self._device.histories[slot] = tuple(request.tokens[: position + 1]) if position < good else POISON
-        return good
-
-
 def make_engine(**settings_: Any) -> tuple[Engine, HistoryDevice]:
     num_pages = settings_.pop("num_pages", 32)
     max_model_len = settings_.pop("max_model_len", 64)
-    pool_seed = settings_.pop("pool_seed", None)
+    pool_seed, mode = settings_.pop("pool_seed", None), settings_.pop("mode", "async")
+    num_ranks, chunk_tokens = settings_.pop("num_ranks", 1), settings_.pop("chunk_tokens", 4)
     config = EngineConfig(model="fake", device="cpu", **{"page_size": 4, **settings_})
-    device = HistoryDevice(num_pages, config.page_size, min(max_model_len, num_pages * config.page_size))
+    space = HistorySpace(chunk_tokens, random.Random(pool_seed)) if pool_seed is not None else None
+    max_model_len = min(max_model_len, num_pages * config.page_size)
+    device = HistoryDevice(num_pages, config.page_size, max_model_len, space, num_ranks)
     checkpoint = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(EOS,), max_position_embeddings=1 << 20))
-    link = HistoryPool(device, config.page_size, random.Random(pool_seed)) if pool_seed is not None else None
+    link = None
+    if space is not None:
+        connector = ConnectorConfig(pool="memory://", load_mode=mode, min_load_tokens=1)
+        link = PoolLink(
+            space,  # type: ignore[arg-type]
+            connector,
+            page_size=config.page_size,
+            num_ranks=num_ranks,
+            dummy_page=num_pages,
+        )
     return Engine(config, checkpoint=checkpoint, executor=device, link=link), device  # type: ignore[arg-type]
+
+
+def check_nothing_left(engine: Engine, device: HistoryDevice) -> None:
+    """No page, lease or fetch is held by anybody."""
+    stats = engine.stats()
+    assert stats.num_pages_free + stats.num_pages_evictable == stats.num_pages, "a page is still held by somebody"
+    if device._space is not None:
+        assert not device._loads
+        assert not device._space.leases
+        assert not device._space.fetches
+        link: Any = engine._link
+        assert not link._side._tracked
 
 
 def expected(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], FinishReason]:
@@ -206,6 +336,9 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "prefix_cache": draw(st.sampled_from(["radix", "naive"])),
         "overlap": draw(st.booleans()),
         "pool_seed": draw(st.none() | st.integers(0, 1000)),
+        "mode": draw(st.sampled_from(["async", "layerwise", "blocking"])),
+        "chunk_tokens": draw(st.sampled_from([1, 2, 3, 8])),
+        "num_ranks": draw(st.sampled_from([1, 2])),
     }
 
 
@@ -213,7 +346,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=150, deadline=None)
 def test_any_schedule_gives_the_same_tokens(scenario: dict[str, Any], data: st.DataObject) -> None:
     """Chunks, pages, preemption, sharing, overlap and aborts change nothing but the order of the work."""
-    engine, _ = make_engine(**scenario)
+    engine, device = make_engine(**scenario)
     wanted: dict[str, tuple[list[int], FinishReason]] = {}
     got: dict[str, list[int]] = {}
     ends: dict[str, FinishReason] = {}
@@ -241,8 +374,7 @@ def test_any_schedule_gives_the_same_tokens(scenario: dict[str, Any], data: st.D
             assert got[name] == tokens[: len(got[name])]
         else:
             assert (got[name], ends[name]) == (tokens, reason)
-    stats = engine.stats()
-    assert stats.num_pages_free + stats.num_pages_evictable == stats.num_pages, "a page is still held by somebody"
+    check_nothing_left(engine, device)
 
 
 def run(engine: Engine) -> tuple[dict[str, list[int]], dict[str, FinishReason]]:
@@ -266,13 +398,18 @@ def test_a_cache_too_small_preempts_and_goes_on() -> None:
     assert all(got[f"r{i}"] == expected([i, 1, 2, 3, i, 5], GREEDY, 40)[0] for i in range(6))
 
 
+def fill(device: HistoryDevice, prompt: list[int]) -> None:
+    """The pool has a prompt, all of it in its first tier."""
+    assert device._space is not None
+    for chunk in device._space.keys(prompt).chunks():
+        device._space.kept[chunk.key] = tuple(prompt[: chunk.first_token + chunk.num_tokens])
+
+
 def test_an_abort_while_kv_is_on_its_way_keeps_the_pages_until_it_has_come() -> None:
-    engine, _ = make_engine(pool_seed=4, prefix_cache="naive")
-    pool: Any = engine._link
-    pool.layerwise_part = 0.0
+    engine, device = make_engine(pool_seed=4, prefix_cache="naive")
     prompt = list(range(20))
-    pool._kept = {tuple(prompt[:n]) for n in range(1, 20)}
-    pool.take_loaded = lambda wait_s: []
+    fill(device, prompt)
+    device.is_waiting = True
     engine.add("a", prompt, GREEDY)
     engine.step()
     assert engine._scheduler.running[0].is_loading
@@ -282,25 +419,91 @@ def test_an_abort_while_kv_is_on_its_way_keeps_the_pages_until_it_has_come() -> 
     engine.check_integrity()
     assert engine.stats().num_pages - engine.stats().num_pages_free == held
     assert engine.has_work
-    del pool.take_loaded
+    device.is_waiting = False
     run(engine)
     assert engine.stats().num_pages_free == engine.stats().num_pages
+    check_nothing_left(engine, device)
 
 
-def test_a_step_whose_kv_did_not_verify_is_taken_back() -> None:
-    engine, _ = make_engine(pool_seed=1, prefix_cache="radix")
-    pool: Any = engine._link
-    pool.layerwise_part = 1.0
+@pytest.mark.parametrize("mode", ["layerwise", "blocking"])
+def test_a_step_whose_kv_did_not_verify_is_taken_back(mode: str) -> None:
+    engine, device = make_engine(pool_seed=1, prefix_cache="radix", mode=mode)
     prompt = list(range(20))
-    pool._kept = {tuple(prompt[:n]) for n in range(1, 20)}
     for i in range(12):
+        fill(device, prompt)
         engine.add(f"r{i}", prompt, SamplingParams(max_tokens=3, ignore_eos=True))
         got, _ = run(engine)
         assert got[f"r{i}"] == expected(prompt, SamplingParams(max_tokens=3, ignore_eos=True), 64)[0]
         engine.check_integrity()
         engine.reset_prefix_cache()
-    assert 0 < pool.num_failed < pool.num_loads
+    assert 0 < device.num_failed < device.num_loads
     assert engine.stats().num_prompt_tokens == 12 * len(prompt)
+
+
+@pytest.mark.parametrize("mode", ["async", "layerwise", "blocking"])
+def test_a_step_that_fails_is_computed_and_saved_when_it_is_repeated(mode: str) -> None:
+    """Its loads go on, and nothing that it was to save is taken for saved."""
+    engine, device = make_engine(pool_seed=3, prefix_cache="naive", mode=mode, chunk_tokens=2)
+    fill(device, list(range(20)))
+    prompts = {"a": [*range(20), 1, 1], "b": [5] * 9}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, GREEDY)
+    device.failure = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.check_integrity()
+    got, _ = run(engine)
+    assert got == {name: expected(prompt, GREEDY, 64)[0] for name, prompt in prompts.items()}
+    assert device.num_during
+    check_nothing_left(engine, device)
+
+
+def test_a_request_whose_kv_is_far_away_lets_others_go_first() -> None:
+    engine, device = make_engine(pool_seed=5, prefix_cache="naive")
+    space, prompt = device._space, list(range(20))
+    assert space is not None
+    fill(device, prompt)
+    space.far = set(space.kept) - {ROOT}
+    fetch = HistoryFetch(space, space.keys(prompt).chunks())
+    fetch._num_questions = 1 << 30
+    space.fetch = lambda chunks, deadline_s: (space.fetches.append(fetch), fetch)[1]  # type: ignore[method-assign]
+    engine.add("far", prompt, GREEDY)
+    engine.add("near", [9, 8, 7], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    got: dict[str, list[int]] = {}
+    ends: dict[str, FinishReason] = {}
+    while "near" not in ends:
+        collect(engine.step(), got, ends)
+        assert not device.num_loads
+    assert "far" not in got
+    assert engine.stats().num_pages_free == engine.stats().num_pages, "a fetch holds no pages"
+    begin = time.monotonic()
+    num_steps = 0
+    while time.monotonic() < begin + 3 * LOAD_WAIT_S:
+        assert engine.step() == []
+        num_steps += 1
+    assert num_steps <= 4, "an engine with nothing to do spins"
+    fetch._num_questions = 1
+    got, _ = run(engine)
+    assert got["far"] == expected(prompt, GREEDY, 64)[0]
+    assert device.num_loads == 1
+    check_nothing_left(engine, device)
+
+
+def test_an_abort_while_kv_is_being_fetched_leaves_nothing_behind() -> None:
+    engine, device = make_engine(pool_seed=5, prefix_cache="naive")
+    space, prompt = device._space, list(range(20))
+    assert space is not None
+    fill(device, prompt)
+    space.far = set(space.kept) - {ROOT}
+    fetch = HistoryFetch(space, space.keys(prompt).chunks())
+    fetch._num_questions = 1 << 30
+    space.fetch = lambda chunks, deadline_s: (space.fetches.append(fetch), fetch)[1]  # type: ignore[method-assign]
+    engine.add("far", prompt, GREEDY)
+    engine.step()
+    assert space.fetches
+    engine.abort("far")
+    run(engine)
+    check_nothing_left(engine, device)
 
 
 def test_two_identical_prompts_in_one_step_share_pages_afterwards() -> None:

@@ -1,11 +1,13 @@
-"""What the scheduler's side orders, step by step, with real requests of vLLM and no engine: above all that nothing is
-saved which is not the KV of the tokens it would be saved for.
+"""What is ordered, step by step, with real requests of vLLM and no engine: above all that nothing is saved which is not
+the KV of the tokens it would be saved for. `tests/unit/test_connector_scheduler.py` has what is not vLLM's.
 """
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +18,19 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from headwater.connector.config import ConnectorConfig
+from headwater.connector.orders import SaveOrder, StepOrders, StepReport
+from headwater.connector.scheduler import SchedulerSide
 from headwater.errors import TokenError
-from headwater.integrations.vllm.events import NoEvents
-from headwater.integrations.vllm.messages import StepOrders, StepReport
+from headwater.integrations.vllm.connector import HeadwaterConnector
+from headwater.integrations.vllm.messages import WorkerMetadata
 from headwater.integrations.vllm.options import read_options, settle_load_mode
-from headwater.integrations.vllm.scheduling import Scheduling
-from headwater.integrations.vllm.spoiled import Spoiled
+from headwater.integrations.vllm.steps import IDLE_WAIT_S, NULL_BLOCK, Steps
+from headwater.kv.hashing import ChunkKeys
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import open_pool
 from headwater.pool.space import Space
 
-from support import gqa, identity
+from support import gqa, identity, wait_until
 
 BLOCK = 16
 SPEC = gqa(layers=1, heads=1, dim=8)
@@ -46,10 +50,11 @@ def make_step(
     scheduled: dict[str, int] | None = None,
     preempted: Sequence[str] = (),
     resumed: Sequence[tuple[Request, list[int]]] = (),
+    more: Sequence[tuple[Request, list[int]]] = (),
 ) -> Any:
     cached = SimpleNamespace(
-        req_ids=[request.request_id for request, _ in resumed],
-        new_block_ids=[(blocks,) for _, blocks in resumed],
+        req_ids=[request.request_id for request, _ in (*resumed, *more)],
+        new_block_ids=[(blocks,) for _, blocks in (*resumed, *more)],
         resumed_req_ids={request.request_id for request, _ in resumed},
     )
     return SimpleNamespace(
@@ -61,13 +66,18 @@ def make_step(
     )
 
 
-def saved(orders: StepOrders) -> list[tuple[str, int, int]]:
+def spans(orders: Sequence[SaveOrder]) -> list[tuple[str, int, int]]:
     """(Request, first token, end) of everything that is to be saved."""
     return [
         (order.job.request_id, chunk.first_token, chunk.first_token + chunk.num_tokens)
-        for order in orders.saves
+        for order in orders
         for chunk in order.job.chunks
     ]
+
+
+def saved(orders: StepOrders) -> list[tuple[str, int, int]]:
+    """What is saved before or in the course of a step."""
+    return spans([*orders.before, *orders.during])
 
 
 def fill(space: Space, num_tokens: int) -> None:
@@ -75,9 +85,23 @@ def fill(space: Space, num_tokens: int) -> None:
     space.write(chunks, SHARD, [np.full(space.empty(chunk, SHARD).shape, 7, np.uint8) for chunk in chunks])
 
 
-def make_side(space: Space, mode: str = "async", **settings: Any) -> Scheduling:
+def make_side(space: Space, mode: str = "async", **settings: Any) -> Steps:
     config = ConnectorConfig(pool=MEMORY, load_mode=mode)
-    return Scheduling(space, config, NoEvents(), block_size=BLOCK, num_ranks=1, **settings)
+    side = SchedulerSide(space, config, block_size=BLOCK, num_ranks=1, dummy_block=NULL_BLOCK)
+    return Steps(side, **settings)
+
+
+def match(side: Steps, request: Request, num_computed: int = 0) -> int:
+    """How much can be loaded, once it has been fetched from where it is."""
+    found: list[int] = []
+
+    def is_known() -> bool:
+        num_new, _ = side.match(request, num_computed)
+        found[:] = [] if num_new is None else [num_new]
+        return bool(found)
+
+    wait_until(is_known)
+    return found[0]
 
 
 @pytest.fixture
@@ -86,10 +110,10 @@ def space() -> Iterator[Space]:
         yield pool.space(identity(), SPEC)
 
 
-def begin_loading(side: Scheduling, request: Request, blocks: list[int], num_more: int) -> StepOrders:
+def begin_loading(side: Steps, request: Request, blocks: list[int], num_more: int) -> StepOrders:
     """The step in which a request loads what the pool has, and computes `num_more` tokens."""
     side.add(request)
-    num_external = side.match(request, 0)
+    num_external = match(side, request)
     assert num_external
     side.allocated(request, blocks, num_external)
     request.num_computed_tokens = num_external
@@ -112,14 +136,15 @@ def test_what_is_being_loaded_is_not_saved(mode: str, tmp_path: Path) -> None:
             orders = begin_loading(side, request, blocks, 1)
             assert orders.loads[0].job.chunks
             assert not saved(orders)
-            side.hear(StepReport(num_chunks={"a": [1]}), set(blocks[16:]))  # only the first chunk came
+            side.hear(StepReport(ended={"a": (1,)}), set(blocks[16:]))  # only the first chunk came
             request.num_computed_tokens = 256
             orders = side.order(make_step(scheduled={"a": 344}))
-            assert not saved(orders)
+            assert not saved(orders), "its blocks are wrong until this step has ended"
             request.num_computed_tokens = 600
             request.append_output_token_ids(1000)
             orders = side.order(make_step(scheduled={"a": 1}))
-            assert saved(orders) == [("a", 256, 512), ("a", 512, 600)], "what was computed in place of it is not saved"
+            assert spans(orders.before) == [("a", 256, 512), ("a", 512, 600)], "computed in place of what did not come"
+            assert not orders.during
     finally:
         shutil.rmtree(f"/dev/shm/{name}", ignore_errors=True)
 
@@ -149,10 +174,10 @@ def test_a_request_that_is_preempted_and_resumed_at_once_is_saved_from_its_old_b
         request.append_output_token_ids(token)
         side.order(make_step(scheduled={"a": 1}))
     request.num_computed_tokens = 0
-    num_external = side.match(request, 0)
+    num_external = match(side, request)
     side.allocated(request, [*range(500, 520)], num_external)
     orders = side.order(make_step(preempted=["a"]))
-    (order,) = orders.saves
+    (order,) = orders.before
     assert order.job.block_ids.tolist() == [*range(1, 25)]
     assert saved(orders) == [("a", 256, 310)]
     assert orders.loads[0].job.block_ids.tolist()[:20] == [*range(500, 520)]
@@ -163,16 +188,16 @@ def test_what_was_computed_from_a_failed_load_is_not_saved(space: Space, mode: s
     fill(space, 600)
     side, request, blocks = make_side(space, mode), make_request("a", 700), [*range(100, 144)]
     begin_loading(side, request, blocks, 100)
-    side.hear(StepReport(num_chunks={"a": [1]}), set(blocks[16:38]))
+    side.hear(StepReport(ended={"a": (1,)}), set(blocks[16:38]))
     request.num_computed_tokens = 0
     assert saved(side.order(make_step(preempted=["a"]))) == []
 
 
-def fail_and_abort(side: Scheduling, blocks: list[int]) -> None:
+def fail_and_abort(side: Steps, blocks: list[int]) -> None:
     """A request whose load fails from its second chunk on, and which is aborted before it has computed that."""
     request = make_request("a", 700)
     begin_loading(side, request, blocks, 100)
-    side.hear(StepReport(num_chunks={"a": [1]}), set(blocks[16:38]))
+    side.hear(StepReport(ended={"a": (1,)}), set(blocks[16:38]))
     request.num_computed_tokens = 256
     side.finish(request, blocks)
 
@@ -230,15 +255,15 @@ def test_blocks_of_a_failed_load_are_as_good_as_others_once_they_are_written(spa
         other.num_computed_tokens = start
         new = [(other, backwards)] if not start else []
         assert not side.order(make_step(new=new, scheduled={"b": 88})).wrong_blocks
-    assert not side._spoiled
+    assert not side.side._spoiled
 
 
 def test_in_async_mode_nobody_has_used_what_failed(space: Space) -> None:
     fill(space, 600)
     side, request, blocks = make_side(space), make_request("a", 700), [*range(100, 144)]
     begin_loading(side, request, blocks, 0)
-    side.hear(StepReport(num_chunks={"a": [1]}), set(blocks[16:38]))
-    assert not side._spoiled
+    side.hear(StepReport(ended={"a": (1,)}), set(blocks[16:38]))
+    assert not side.side._spoiled
 
 
 def test_loads_are_counted_as_they_end(space: Space) -> None:
@@ -266,9 +291,10 @@ def test_an_id_that_is_used_again_is_another_request(space: Space) -> None:
     side.finish(first, [*range(100, 144)])
     second = make_request("a", 300)
     side.add(second)
-    side.hear(StepReport(num_chunks={"a": [2]}), set())
+    side.hear(StepReport(ended={"a": (2,)}), set())
     orders = side.order(make_step(new=[(second, [*range(1, 20)])], scheduled={"a": 300}))
-    assert not saved(orders)
+    assert saved(orders) == [("a", 256, 300)], "the pool has the first chunk"
+    assert orders.during[0].job.block_ids.tolist() == [*range(1, 20)]
 
 
 def test_a_request_whose_keys_cannot_be_made_is_served_without_the_pool(
@@ -279,10 +305,14 @@ def test_a_request_whose_keys_cannot_be_made_is_served_without_the_pool(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise TokenError("an image that lies outside of the prompt")
 
-    monkeypatch.setattr(side._half, "begin", refuse)
-    side.add(request)
-    assert side.match(request, 0) == 0
-    side.finish(request, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(space, "keys", lambda tokens=(), **more: refuse() if tokens else ChunkKeys(bytes(32), 256))
+        side.add(request)
+    assert side.match(request, 0) == (0, False)
+    assert not saved(side.order(make_step(new=[(request, [*range(1, 20)])], scheduled={"a": 300})))
+    request.num_computed_tokens = 300
+    side.finish(request, [*range(1, 20)])
+    assert not saved(side.order(make_step()))
 
 
 def test_images_that_are_only_counted_make_a_request_private(space: Space) -> None:
@@ -290,17 +320,19 @@ def test_images_that_are_only_counted_make_a_request_private(space: Space) -> No
     request.mm_features = [SimpleNamespace(identifier="renderer0-mm-3-image-0")]
     side = make_side(space, hashes_inputs=False)
     side.add(request)
-    assert side._tracked["a"].inputs is None
+    assert side.match(request, 0) == (0, False)
+    assert not saved(side.order(make_step(new=[(request, [*range(1, 20)])], scheduled={"a": 300})))
 
 
 def test_a_new_epoch_takes_back_what_was_not_ordered_yet(space: Space) -> None:
     side, request = make_side(space), make_request("a", 300)
     side.add(request)
-    side.order(make_step(new=[(request, [*range(1, 20)])], scheduled={"a": 300}))
-    request.num_computed_tokens = 300
-    side.finish(request, [*range(1, 20)])
+    side.order(make_step(new=[(request, [*range(1, 25)])], scheduled={"a": 300}))
+    request.num_computed_tokens = 340
+    request.append_output_token_ids([*range(1000, 1041)])
+    side.finish(request, [*range(1, 25)])
     side.start_epoch(space)
-    assert not side.order(make_step()).saves
+    assert not saved(side.order(make_step()))
 
 
 def test_loads_that_go_along_with_a_step_need_steps_one_by_one() -> None:
@@ -309,20 +341,202 @@ def test_loads_that_go_along_with_a_step_need_steps_one_by_one() -> None:
     assert settle_load_mode(options, 2).connector.load_mode == "async"
 
 
-def test_spoiled_blocks_become_right_from_their_first_token_on() -> None:
-    spoiled = Spoiled(4)
-    ids = [7, 8, 9]
-    spoiled.add([8])
-    assert spoiled.num_right(ids, 12) == 4
-    assert spoiled.num_right(ids, 4) == 4
-    assert spoiled.wrong(ids, 5) == {8}
-    spoiled.rewrite(ids, 6, 12)  # not from its beginning
-    assert spoiled.num_right(ids, 12) == 4
-    spoiled.rewrite(ids, 3, 6)
-    assert spoiled.num_right(ids, 12) == 6
-    assert not spoiled.wrong(ids, 6)
-    spoiled.rewrite(ids, 6, 7)
-    spoiled.rewrite([8], 0, 1)  # somebody else's from now on
-    assert spoiled.num_right(ids, 12) == 5
-    spoiled.rewrite([8], 1, 4)
-    assert not spoiled
+# ---- in the step that computes ------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_saved_in_the_step_that_computes_it(space: Space) -> None:
+    side, request = make_side(space), make_request("a", 600)
+    side.add(request)
+    assert match(side, request) == 0
+    orders = side.order(make_step(new=[(request, [*range(1, 33)])], scheduled={"a": 512}))
+    assert not orders.before
+    assert spans(orders.during) == [("a", 0, 256), ("a", 256, 512)]
+    request.num_computed_tokens = 512
+    orders = side.order(make_step(more=[(request, [*range(33, 39)])], scheduled={"a": 88}))
+    assert not orders.before
+    assert spans(orders.during) == [("a", 512, 600)]
+    assert orders.during[0].job.block_ids.tolist() == [*range(1, 39)]
+    for token in range(1000, 1180):
+        request.num_computed_tokens = token - 400
+        request.append_output_token_ids(token)
+        orders = side.order(make_step(scheduled={"a": 1}))
+        assert not orders.during, "the token that is computed was sampled a moment ago"
+        assert spans(orders.before) == ([("a", 512, 768)] if request.num_computed_tokens == 768 else [])
+
+
+def test_two_equal_prompts_of_one_step_are_saved_when_they_are_computed(space: Space) -> None:
+    """vLLM lets the second one share blocks that the first computes in the same step: before it, they hold noise."""
+    side, first, second = make_side(space), make_request("a", 600), make_request("b", 600)
+    for request in (first, second):
+        side.add(request)
+    assert match(side, first) == 0
+    assert match(side, second, 592) == 0
+    second.num_computed_tokens = 592
+    blocks = [*range(1, 39)]
+    new = [(first, blocks), (second, [*blocks[:37], 50])]
+    orders = side.order(make_step(new=new, scheduled={"a": 600, "b": 8}))
+    assert not orders.before
+    assert {name for name, _, _ in spans(orders.during)} == {"a", "b"}
+
+
+def test_prompt_logprobs_need_no_look_up(space: Space) -> None:
+    fill(space, 600)
+    side, request = make_side(space), make_request("a", 600)
+    request.skip_reading_prefix_cache = True
+    side.add(request)
+    assert side.match(request, 0) == (0, False)
+
+
+# ---- fetches ------------------------------------------------------------------------------------------------------
+
+
+class FakeFetch:
+    """Chunks on their way, as the test says."""
+
+    def __init__(self) -> None:
+        self.num_kept, self.is_done, self.is_released = 0, False, False
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+@pytest.fixture
+def fetch(space: Space, monkeypatch: pytest.MonkeyPatch) -> FakeFetch:
+    made = FakeFetch()
+    monkeypatch.setattr(space, "fetch", lambda chunks, deadline_s: made)
+    return made
+
+
+@pytest.mark.parametrize("mode", ["async", "layerwise", "blocking"])
+@pytest.mark.parametrize("num_kept", [3, 1])
+def test_vllm_is_told_to_ask_again_while_kv_is_fetched(
+    space: Space, fetch: FakeFetch, mode: str, num_kept: int
+) -> None:
+    fill(space, 600)
+    side, request, blocks = make_side(space, mode), make_request("a", 700), [*range(100, 144)]
+    side.add(request)
+    for _ in range(3):
+        assert side.match(request, 0) == (None, False)
+    begin = time.monotonic()
+    side.order(make_step())
+    assert time.monotonic() - begin >= IDLE_WAIT_S, "an engine with nothing to do spins"
+    fetch.is_done, fetch.num_kept = True, num_kept
+    is_near = num_kept == 3
+    assert side.match(request, 0) == (600, mode == "async" or not is_near)
+    side.allocated(request, blocks, 600)
+    (load,) = side.order(make_step()).loads
+    assert load.mode == (mode if is_near else "async")
+    assert not fetch.is_released
+    side.hear(StepReport(ended={"a": (3,)}), set())
+    assert fetch.is_released
+
+
+def test_an_engine_that_computes_does_not_wait_for_a_fetch(space: Space, fetch: FakeFetch) -> None:
+    fill(space, 600)
+    side, far, near = make_side(space), make_request("a", 700), make_request("b", 20)
+    near.prompt_token_ids[:] = [5] * 20
+    for request in (far, near):
+        side.add(request)
+    assert side.match(far, 0) == (None, False)
+    begin = time.monotonic()
+    for _ in range(20):
+        side.order(make_step(new=[(near, [1, 2])], scheduled={"b": 1}))
+        side.order(make_step())  # the step before has not been heard of
+    assert time.monotonic() - begin < 20 * IDLE_WAIT_S / 2
+
+
+@pytest.mark.parametrize("how", ["aborted", "computed instead"])
+def test_a_fetch_is_let_go_of(space: Space, fetch: FakeFetch, how: str) -> None:
+    fill(space, 600)
+    side, request = make_side(space), make_request("a", 700)
+    side.add(request)
+    assert side.match(request, 0) == (None, False)
+    if how == "aborted":
+        side.finish(request, [])
+    else:
+        side.order(make_step(new=[(request, [*range(1, 50)])], scheduled={"a": 700}))
+    assert fetch.is_released
+
+
+# ---- vLLM's hooks -------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A worker side that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.calls.append((name, *args))
+
+
+def make_connector(worker: Any, *, saves_layers: bool = True) -> Any:
+    connector = HeadwaterConnector.__new__(HeadwaterConnector)
+    vars(connector).update(_worker=worker, _saves_layers=saves_layers, _layers={}, step_seconds=0.0)
+    return connector
+
+
+def test_layers_are_announced_by_their_number() -> None:
+    connector = make_connector(worker := Recorder())
+    for layer in (0, 11):
+        connector.wait_for_layer_load(f"model.layers.{layer}.self_attn.attn")
+        connector.save_kv_layer(f"model.layers.{layer}.self_attn.attn", None, None)
+    connector.wait_for_save()
+    assert worker.calls == [
+        ("before_layer", 0),
+        ("after_layer", 0),
+        ("before_layer", 11),
+        ("after_layer", 11),
+        ("end_step",),
+    ]
+
+
+def test_layers_that_run_twice_in_a_step_are_saved_at_its_end() -> None:
+    connector = make_connector(worker := Recorder(), saves_layers=False)
+    connector.save_kv_layer("model.layers.0.self_attn.attn", None, None)
+    connector.wait_for_save()
+    assert worker.calls == [("end_step",)]
+
+
+def test_a_forward_pass_that_fails_saves_nothing() -> None:
+    """vLLM ends the step in a `finally`."""
+    connector = make_connector(worker := Recorder())
+
+    @contextmanager
+    def step() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            connector.wait_for_save()
+
+    def forward() -> None:
+        with step():
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        forward()
+    assert worker.calls == [("discard",)]
+    connector.wait_for_save()
+    assert worker.calls[1:] == [("end_step",)]
+
+
+def test_a_worker_that_fails_in_a_step_is_left_and_vllm_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Recorder):
+        def after_layer(self, layer: int) -> None:
+            raise RuntimeError("no room for a gather")
+
+    connector = make_connector(Failing())
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
+    connector._kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
+    connector.save_kv_layer("model.layers.0.self_attn.attn", None, None)
+    connector.save_kv_layer("model.layers.1.self_attn.attn", None, None)
+    connector.wait_for_save()
+    told = connector.build_connector_worker_meta()
+    assert told.report.declined == "RuntimeError: no room for a gather"
+
+
+def test_reports_of_ranks_become_one() -> None:
+    one = WorkerMetadata(StepReport({"a": (3,)}, {"x": 512}))
+    other = WorkerMetadata(StepReport({"a": (2,), "b": (1,)}, {"x": 256}, "off"))
+    assert one.aggregate(other).report == StepReport({"a": (3, 2), "b": (1,)}, {"x": 256}, "off")

@@ -1,5 +1,5 @@
-"""How an engine plugs into the pool: a scheduler half that knows tokens, a worker half that knows memory.
+"""How an engine plugs into the pool: a scheduler side that knows requests, a worker side that knows memory.
 
-Engine-neutral: the reference engine calls them directly, adapters for other engines translate. What passes between
-the halves are the jobs of `jobs`.
+Between them there is one protocol for every engine: `StepOrders` go down with each step, a `StepReport` comes up. The
+reference engine calls both sides directly; adapters for other engines translate and decide nothing.
 """

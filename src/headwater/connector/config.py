@@ -8,6 +8,7 @@ from headwater.errors import EngineConfigError
 
 ROLES = ("both", "producer", "consumer")
 LOAD_MODES = ("async", "layerwise", "blocking")
+"""How a request waits for its load: outside the batch; layer by layer, in the step that needs it; before that step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +27,13 @@ class ConnectorConfig:
     """Save what was generated, too, and not only prompts."""
     load_mode: str = "async"
     """"async": a request waits outside the batch until its KV is there. "layerwise": it computes the rest of its prompt
-    at once, each layer as soon as its KV is there. "blocking": the whole engine waits for it."""
+    at once, each layer as soon as its KV is there. "blocking": the whole engine waits for it. KV that is not in the
+    pool's first tier is loaded asynchronously in any case."""
     min_load_tokens: int = 32
     """Fewer tokens than this are computed faster than fetched."""
     load_deadline_s: float = 5.0
-    """For one request's KV; what is not there by then is computed."""
+    """For one request's KV, once to fetch it from lower tiers and once to bring it into the engine's blocks; what is
+    not there by then is computed."""
     save_deadline_s: float = 2.0
     group_bytes: int | None = None
     """Layers that move while others are computed go together until they have so many bytes; None: 8 MiB on a CPU, 32

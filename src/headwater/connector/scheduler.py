@@ -1,177 +1,366 @@
-"""The scheduler half: what the pool has for a request, and what of a request the pool should have. Knows no memory."""
+"""The scheduler side: which requests load what, and which of their chunks are saved, and when. It knows no memory.
+
+A prompt is saved in the step that computes it, if all KV that this step builds on is certain to be right. Everything
+else is saved before a later step writes anything: generated tokens, tails, what is preempted, what was dropped and is
+tried again. So nothing waits for a save, and no block is held for one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from headwater.connector.asker import Asker
 from headwater.connector.config import ConnectorConfig
-from headwater.connector.jobs import Job
-from headwater.kv.hashing import ChunkKeys, ChunkRef, Extra
-from headwater.pool.match import Match
+from headwater.connector.events import Listener, NoListener
+from headwater.connector.finder import Finder, LoadPlan
+from headwater.connector.orders import ASYNC, Job, LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.spoiled import Spoiled
+from headwater.connector.stats import SchedulerCounts, TransferStats
+from headwater.connector.tracker import BlockIds, Inputs, LostChunks, SaveProgress, Scheduled, Tracked
+from headwater.errors import HeadwaterError
 from headwater.pool.space import Space
 
-
-class _Known:
-    """What is remembered of one request."""
-
-    __slots__ = ("adapter", "is_leased", "job", "keys", "match", "num_saved", "tenant")
-
-    def __init__(self, keys: ChunkKeys, tenant: bytes = b"", adapter: bytes = b"") -> None:
-        self.keys = keys
-        self.tenant = tenant
-        self.adapter = adapter
-        self.match: Match | None = None
-        self.job: Job | None = None
-        """The load under way."""
-        self.is_leased = False
-        self.num_saved = 0
-        """Tokens, from the first on, that are in the pool or on their way there."""
+MAX_ENDED = 4096
+"""Requests that are over, whose last saves may still be reported as dropped."""
 
 
-class SchedulerHalf:
-    """One engine's view of one space. Not thread-safe: the scheduler's thread calls it."""
+class LoadEnd(NamedTuple):
+    """A load has ended on all ranks: the KV of the request's first `num_tokens` tokens is there because of it."""
 
-    def __init__(self, space: Space, config: ConnectorConfig) -> None:
+    request_id: str
+    num_tokens: int
+
+
+class SchedulerSide:
+    """One engine's requests and one space of the pool. The scheduler's thread calls it.
+
+    Request ids are the engine's. An id may be used again once `finish` was called for it; a load of its former owner
+    that has not ended then is told apart.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        config: ConnectorConfig,
+        *,
+        block_size: int,
+        num_ranks: int,
+        dummy_block: int,
+        listener: Listener | None = None,
+        log: logging.Logger | None = None,
+    ) -> None:
+        """`dummy_block` may be written by any load: it takes what must not go into shared blocks."""
         self._space = space
         self._config = config
-        self._asker = Asker(space.lookup_s)
-        self._known: dict[str, _Known] = {}
+        self._block_size = block_size
+        self._num_ranks = num_ranks
+        self._dummy_block = dummy_block
+        self._listener: Listener = listener or NoListener()
+        self._log = log or logging.getLogger(__name__)
+        self._finder = Finder(space.lookup_s, config)
+        self._tracked: dict[str, Tracked] = {}
+        self._before: list[SaveOrder] = []
+        self._loads: list[LoadOrder] = []
+        self._cancelled: list[str] = []
+        self._step = 0
+        self._ended: dict[str, list[int]] = {}
+        """Loads that have ended on some ranks."""
+        self._spoiled = Spoiled(block_size)
+        self._lost = LostChunks(self._log)
+        self._last_saves: dict[str, tuple[SaveProgress, int]] = {}
+        """By request that is over: how far it is saved, if nothing is dropped any more."""
+        self.counts = SchedulerCounts()
 
-    def begin(
-        self,
-        request_id: str,
-        tokens: Sequence[int],
-        *,
-        tenant: bytes = b"",
-        adapter: bytes = b"",
-        extras: Sequence[Extra] = (),
-    ) -> None:
-        """Name a request whose KV depends on more than its tokens, before anything else is asked about it.
-
-        `tokens` is its whole prompt, some of which the extras stand for.
-        """
-        keys = self._space.keys(tokens, tenant=tenant, adapter=adapter, extras=extras)
-        self._known[request_id] = _Known(keys, tenant, adapter)
-
-    def num_matched(self, request_id: str, tokens: Sequence[int], max_tokens: int) -> int:
-        """How many of the first `max_tokens` tokens the pool has. No side effects; asked again, it looks again.
-
-        Cost: hashing what is new of the tokens, and a few microseconds a chunk; where the pool's index is not on this
-        host, what `asker` allows at most.
-        """
-        if not self._config.loads:
-            return 0
-        known = self._know(request_id, tokens, len(tokens))
-        # Named again: between two questions of one request, the space may have seen many other tenants.
-        if known.tenant or known.adapter:
-            self._space.root(tenant=known.tenant, adapter=known.adapter)
-        known.match = self._asker.ask(lambda: self._space.match(known.keys, max_tokens=max_tokens), Match(()))
-        return known.match.num_tokens
-
-    def start_load(
-        self, request_id: str, num_local: int, block_ids: npt.NDArray[np.int32], num_shared: int, dummy_block: int
-    ) -> Job:
-        """The job that brings what was matched beyond the `num_local` tokens the engine has. Takes a lease.
-
-        The first `num_shared` blocks belong to others too and must not be written; what would go there goes to the
-        dummy block.
-        """
-        known = self._known[request_id]
-        match = known.match
-        assert match is not None, "start_load before num_matched"
-        known.is_leased = True
-        self._asker.ask(lambda: self._space.lease(match, request_id), None)
-        wanted = tuple(c for c in match.chunks if c.first_token + c.num_tokens > num_local)
-        targets = block_ids.copy()
-        targets[:num_shared] = dummy_block
-        known.job = Job(request_id, wanted, targets)
-        # Whether it is also in the tier that saves go to is no matter: until it has come, there is nothing to save.
-        known.num_saved = max(known.num_saved, match.num_tokens)
-        return known.job
-
-    def finish_load(self, request_id: str, num_chunks: int) -> int:
-        """A load has ended on all ranks; returns how many tokens, from the first on, are there because of it."""
-        known = self._known.get(request_id)
-        if known is None or known.job is None:
-            return 0
-        job, known.job = known.job, None
-        self._release(request_id, known)
-        if num_chunks < len(job.chunks):  # the engine computes the rest, which is then as good as new
-            known.num_saved = min(known.num_saved, job.chunks[num_chunks].first_token)
-        if not num_chunks:
-            return 0
-        last = job.chunks[num_chunks - 1]
-        return last.first_token + last.num_tokens
-
-    def collect(
+    # ---- requests -----------------------------------------------------------------------------------------------
+    def add(
         self,
         request_id: str,
         tokens: Sequence[int],
         num_prompt: int,
-        block_ids: npt.NDArray[np.int32],
+        inputs: Inputs | None = Inputs(),  # noqa: B008
         *,
-        ends: bool,
-        num_computed: int | None = None,
-    ) -> Job | None:
-        """The job that saves the chunks which have become complete; when a prompt is, and when a request `ends`, also
-        the tail: whoever sends the same prompt again does not know what was said after it.
+        label: str | None = None,
+    ) -> None:
+        """A new request. Hashes its prompt. Without `inputs` it is served without the pool."""
+        if (former := self._tracked.get(request_id)) is not None:  # an id that is used again
+            self._forget(former)
+        self._last_saves.pop(request_id, None)
+        self._ended.pop(request_id, None)
+        keys = self._space.keys()
+        if inputs is not None:
+            try:
+                tenant, adapter, extras = inputs
+                keys = self._space.keys(tokens, tenant=tenant, adapter=adapter, extras=extras)
+            except HeadwaterError as error:
+                self._log.warning("a request is served without the pool: %s", error)
+                inputs = None
+        saves = SaveProgress(self._space.chunk_tokens, num_prompt, self._config.min_load_tokens)
+        self._tracked[request_id] = Tracked(
+            request_id, tokens, num_prompt, inputs, self._space, keys, saves, label=label
+        )
 
-        The KV of the first `num_computed` tokens (None: of all) is in the blocks. What the pool has already is left
-        out. Asked at every step, so that most calls, which find nothing new, cost a microsecond.
+    def match(self, request_id: str, num_local: int) -> LoadPlan | None:
+        """What can be loaded beyond the `num_local` tokens that the engine has itself. `num_tokens` 0: nothing that is
+        worth it. None: it is being fetched from a lower tier; ask again. Changes nothing that the engine sees."""
+        tracked = self._tracked[request_id]
+        plan = self._finder.find(tracked, num_local)
+        if plan is not None and tracked.match is not None:
+            most = len(tracked.tokens) - 1
+            self.counts.asked(request_id, most, min(tracked.match.num_tokens, most))
+        return plan
+
+    def start_load(self, request_id: str, block_ids: BlockIds) -> None:
+        """Order the load of what was matched last, into these blocks: the request's, from its first token on.
+
+        Whole blocks that the engine has itself may belong to others too: what would go there goes to the dummy block.
         """
-        if not self._config.saves:
-            return None
-        num_tokens = len(tokens) if num_computed is None else num_computed
+        tracked = self._tracked[request_id]
+        assert tracked.inputs is not None, "nothing was matched for it"
+        assert tracked.wanted, "start_load before match"
+        self._finder.lease(tracked)
+        # The last chunk may end beyond the blocks that there are: by the one token that is computed.
+        num_blocks = max(len(block_ids), -(-len(tracked.tokens) // self._block_size))
+        targets = np.full(num_blocks, self._dummy_block, np.int32)
+        num_shared = tracked.num_local // self._block_size
+        targets[num_shared : len(block_ids)] = block_ids[num_shared:]
+        end = tracked.wanted[-1].first_token + tracked.wanted[-1].num_tokens
+        tenant, adapter, _ = tracked.inputs
+        job = Job.of(request_id, tracked.wanted, targets)
+        tracked.load = LoadOrder(job, tracked.num_local, tenant, adapter, tracked.mode)
+        # Whether it is also in the tier that saves go to is no matter: until it has come, there is nothing to save.
+        tracked.saves.num_saved = max(tracked.saves.num_saved, end)
+        self._loads.append(tracked.load)
+        self.counts.load_started(request_id, range(tracked.num_local, min(end, len(tracked.tokens) - 1)))
+
+    def preempted(self, request_id: str, num_computed: int | None = None, block_ids: BlockIds | None = None) -> None:
+        """A request loses its blocks, which are still its own until the next step. None: as after the last step."""
+        if (tracked := self._tracked.get(request_id)) is None:
+            return
+        blocks = tracked.block_ids if block_ids is None else block_ids
+        self._save_last(tracked, tracked.num_computed if num_computed is None else num_computed, blocks)
+        tracked.block_ids, tracked.num_computed = (), 0
+
+    def finish(self, request_id: str, num_computed: int, block_ids: BlockIds) -> None:
+        """A request is over; its blocks are its own until the next step, or until its load has ended."""
+        if (tracked := self._tracked.get(request_id)) is None or tracked.is_over:
+            return
+        if tracked.load is not None:
+            tracked.is_over = True
+            self.counts.load_cancelled(request_id)
+            self._cancelled.append(request_id)
+            return
+        self._save_last(tracked, num_computed, block_ids)
+        self._forget(tracked)
+
+    def start_epoch(self, space: Space) -> None:
+        """From now on KV of other weights is computed. What is under way is neither saved nor loaded any more."""
+        self._space = space
+        self._before.clear()
+        for tracked in self._tracked.values():
+            tracked.may_save = tracked.may_load = False
+            if tracked.load is None:
+                self._finder.drop_fetch(tracked)
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+    def order(self, scheduled: Sequence[Scheduled], *, is_idle: bool = False) -> StepOrders:
+        """What the workers are to do with the step in which these requests are computed."""
+        self._step += 1
+        during: list[SaveOrder] = []
+        uncertain = self._uncertain_blocks(scheduled)
+        for item in scheduled:
+            tracked = self._tracked[item.request_id]
+            tracked.block_ids = item.block_ids
+            if self._spoiled and self._spoiled.touches(item.block_ids):
+                tracked.is_suspect = True
+            if tracked.load is None:
+                self._finder.drop_fetch(tracked)  # it computes what it could have loaded
+                is_shared = bool(uncertain) and not uncertain.isdisjoint(item.block_ids)
+                if not is_shared and item.num_computed <= tracked.num_explained:
+                    during += self._save_step(tracked, item)
+            tracked.num_computed = tracked.num_explained = item.num_computed + item.num_scheduled
+            tracked.num_most = max(tracked.num_most, tracked.num_computed)
+        orders = StepOrders(
+            epoch=self._space.identity.epoch,
+            before=tuple(self._before),
+            during=tuple(during),
+            loads=tuple(self._loads),
+            cancelled=tuple(filter(self._is_abandoned, self._cancelled)),
+            wrong_blocks=self._look_for_wrong(scheduled) if self._spoiled else frozenset(),
+            is_idle=is_idle,
+        )
+        self._before, self._loads, self._cancelled = [], [], []  # last: `leave` finds them where something went wrong
+        return orders
+
+    def _is_abandoned(self, request_id: str) -> bool:
+        return request_id in self._tracked and self._tracked[request_id].is_over
+
+    def leave(self) -> StepOrders:
+        """The end of this side: orders without which requests would wait for ever."""
+        return StepOrders(loads=tuple(self._loads), cancelled=tuple(self._cancelled))
+
+    def step_failed(self, orders: StepOrders) -> None:
+        """The step that these orders went with was not computed: what it was to save is to be saved again."""
+        for order in (*orders.before, *orders.during):
+            if (tracked := self._tracked.get(order.job.request_id)) is not None:
+                tracked.saves.lower(order.job.chunks[0].first_token)
+
+    def hear(self, report: StepReport | None, invalid_blocks: Iterable[int] = ()) -> list[LoadEnd]:
+        """What the workers said after a step, and which blocks the engine was told not to use; loads that have ended on
+        all ranks."""
+        invalid, report = set(invalid_blocks), report or StepReport()
+        for request_id in report.ended:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.load is not None and tracked.load.mode == ASYNC:
+                invalid.difference_update(tracked.load.job.block_ids.tolist())  # nobody has used them
+        if invalid:
+            self._spoil(invalid)
+        for request_id, first_token in report.unsaved.items():
+            self._dropped(request_id, first_token)
+        ends = []
+        for request_id, counts in report.ended.items():
+            ranks = self._ended.setdefault(request_id, [])
+            ranks += counts
+            if len(ranks) >= self._num_ranks:
+                del self._ended[request_id]
+                ends += self._end_load(request_id, min(ranks))
+        return ends
+
+    # ---- waiting ------------------------------------------------------------------------------------------------
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load is under way."""
+        return any(tracked.load is not None for tracked in self._tracked.values())
+
+    @property
+    def num_fetching(self) -> int:
+        """Fetches from lower tiers that are under way."""
+        return self._finder.fetches.num_waiting
+
+    def wait_fetch(self, timeout_s: float) -> None:
+        """For an engine with nothing to compute: wait until a fetch has ended, at most that long."""
+        self._finder.fetches.wait(timeout_s)
+
+    def add_to(self, stats: TransferStats) -> TransferStats:
+        """A rank's counts, with what only this side counts."""
+        return self.counts.add_to(stats)
+
+    # ---- saves --------------------------------------------------------------------------------------------------
+    def _uncertain_blocks(self, scheduled: Sequence[Scheduled]) -> set[int]:
+        """Blocks that hold, or will be computed from, KV that is loaded in this very step: whether it is right is not
+        known before the step has ended, and requests may share them at once."""
+        found = set[int]()
+        for item in scheduled:
+            load = self._tracked[item.request_id].load
+            if load is not None:
+                found.update(np.asarray(item.block_ids)[load.num_local // self._block_size :].tolist())
+        return found
+
+    def _save_step(self, tracked: Tracked, item: Scheduled) -> list[SaveOrder]:
+        """Order what was computed before this step, and return the order of what the step itself completes."""
+        # Blocks that are new to the request may be another one's, which computes them in this very step.
+        num_before = 0 if item.is_new else item.num_computed
+        if num_before and tracked.saves.is_due(num_before, self._step):
+            self._before += self._save(tracked, num_before)
+        num_after = min(item.num_computed + item.num_scheduled, tracked.num_prompt)
+        if item.num_computed < tracked.num_prompt and tracked.saves.is_due(num_after, self._step):
+            return self._save(tracked, num_after)
+        return []
+
+    def _save(self, tracked: Tracked, num_computed: int, *, ends: bool = False) -> list[SaveOrder]:
+        """The order for all that is complete and not saved of the first `num_computed` tokens: chunks, a prompt's tail,
+        with `ends` the request's. What the pool has is left out, but for children of a chunk that it has not."""
+        num_tokens = min(num_computed, tracked.num_known)
         if not self._config.save_decoded:
-            num_tokens = min(num_tokens, num_prompt)
-        seen = self._known.get(request_id)
-        num_saved = 0 if seen is None else seen.num_saved
-        limit = num_tokens if ends else self._limit(num_tokens, num_prompt, num_saved)
-        if limit <= num_saved:
-            return None
-        known = self._know(request_id, tokens, limit)
-        chunks = self._chunks(known.keys, known.num_saved, limit)
-        known.num_saved = limit
-        exist = self._asker.ask(lambda: self._space.exists(chunks), [False] * len(chunks))
-        missing = [chunk for chunk, there in zip(chunks, exist, strict=True) if not there]
-        # Children of what is missing are sent too: the pool takes chunks in order, parents before children.
-        chunks = chunks[chunks.index(missing[0]) :] if missing else []
-        return Job(request_id, tuple(chunks), block_ids.copy()) if chunks else None
+            num_tokens = min(num_tokens, tracked.num_prompt)
+        if self._spoiled:
+            num_tokens = self._spoiled.num_right(tracked.block_ids, num_tokens)
+        tracked.saves.looked(num_tokens)
+        limit = tracked.saves.limit(num_tokens, ends=ends)
+        if limit <= tracked.saves.num_saved or tracked.inputs is None or not tracked.may_save or not self._config.saves:
+            return []
+        tracked.extend_keys(limit)
+        chunks = tracked.saves.chunks(tracked.keys, limit)
+        tracked.saves.num_saved = limit
+        exist = self._finder.exist(tracked, chunks)
+        chunks = chunks[exist.index(False) :] if False in exist else []
+        if not chunks:
+            return []
+        self._listener.saved(tracked.space, chunks, tracked.tokens, tracked.label)
+        block_ids = np.array(tracked.block_ids, np.int32)
+        tenant, adapter, _ = tracked.inputs
+        return [SaveOrder(Job.of(tracked.request_id, chunks, block_ids), tenant, adapter)]
 
-    def _limit(self, num_tokens: int, num_prompt: int, num_saved: int) -> int:
-        """How far to save a request that goes on: whole chunks, or a prompt with a tail worth loading."""
-        size = self._space.chunk_tokens
-        whole = num_tokens // size * size
-        has_tail = num_prompt % size >= self._config.min_load_tokens
-        return num_prompt if has_tail and whole < num_prompt <= num_tokens and num_saved < num_prompt else whole
+    def _save_last(self, tracked: Tracked, num_computed: int, block_ids: BlockIds) -> None:
+        """Order all that is left of a request that loses its blocks."""
+        tracked.block_ids = block_ids
+        if not tracked.saves.is_given_up:
+            self._before += self._save(tracked, num_computed, ends=True)
 
-    def forget(self, request_id: str) -> None:
-        """The request is over. Idempotent."""
-        if (known := self._known.pop(request_id, None)) is not None:
-            self._release(request_id, known)
+    def _dropped(self, request_id: str, first_token: int) -> None:
+        """A rank had no room for some chunks of a request, or the pool had none."""
+        if (tracked := self._tracked.get(request_id)) is not None:
+            tracked.saves.dropped(first_token, self._step)
+        elif (last := self._last_saves.pop(request_id, None)) is not None:
+            progress, num_tokens = last
+            progress.lower(first_token)
+            self._lost.add(progress.num_lost(num_tokens))
 
-    def _release(self, request_id: str, known: _Known) -> None:
-        if known.is_leased:
-            known.is_leased = False
-            self._asker.tell(lambda: self._space.release(request_id))
+    # ---- loads that end -----------------------------------------------------------------------------------------
+    def _end_load(self, request_id: str, num_chunks: int) -> list[LoadEnd]:
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.load is None:
+            return []
+        load, tracked.load = tracked.load, None
+        self._finder.release(tracked)
+        chunks = load.job.chunks
+        end = chunks[num_chunks - 1].first_token + chunks[num_chunks - 1].num_tokens if num_chunks else 0
+        self.counts.load_ended(request_id, end)
+        tracked.num_explained = max(tracked.num_explained, end)
+        if load.mode == ASYNC and self._spoiled and num_chunks:
+            self._spoiled.rewrite(load.job.block_ids.tolist(), load.num_local, end)
+        if num_chunks < len(chunks):  # the engine computes the rest, which is then as good as new
+            tracked.saves.lower(chunks[num_chunks].first_token)
+            tracked.may_load = False  # once is enough: what failed would be found, and fail, again
+        if tracked.is_over:
+            self._forget(tracked)
+        return [LoadEnd(request_id, end)]
 
-    def _know(self, request_id: str, tokens: Sequence[int], limit: int) -> _Known:
-        """What is remembered of a request, with the keys of its first `limit` tokens at least."""
-        known = self._known.get(request_id)
-        if known is None:
-            known = self._known[request_id] = _Known(self._space.keys())
-        if limit > known.keys.num_tokens:
-            known.keys.extend(tokens[known.keys.num_tokens : limit])
-        return known
+    def _forget(self, tracked: Tracked) -> None:
+        del self._tracked[tracked.request_id]
+        self._finder.release(tracked)
+        saves = tracked.saves
+        if saves.is_given_up:
+            self._lost.add(saves.num_lost(min(tracked.num_most, tracked.num_known)))
+        elif saves.num_saved:
+            self._last_saves[tracked.request_id] = saves, saves.num_saved
+            while len(self._last_saves) > MAX_ENDED:
+                del self._last_saves[next(iter(self._last_saves))]
 
-    def _chunks(self, keys: ChunkKeys, start: int, limit: int) -> list[ChunkRef]:
-        """The chunks that hold tokens `start` to `limit`: complete ones, and perhaps a tail."""
-        size = self._space.chunk_tokens
-        chunks = [keys.ref(number) for number in range(start // size, limit // size)]
-        if tail := limit % size:
-            chunks.append(keys.tail_ref(limit // size, tail))
-        return chunks
+    # ---- blocks that are wrong ----------------------------------------------------------------------------------
+    def _spoil(self, invalid_blocks: set[int]) -> None:
+        """A load failed: its blocks are wrong, and so is what was computed from them in the same step."""
+        self._spoiled.add(invalid_blocks)
+        for tracked in self._tracked.values():
+            ids = tracked.block_ids
+            first = next((number for number, block in enumerate(ids) if block in invalid_blocks), None)
+            if first is not None:
+                self._spoiled.add(ids[first:])
+                tracked.is_suspect = True
+
+    def _look_for_wrong(self, scheduled: Sequence[Scheduled]) -> frozenset[int]:
+        """Blocks that this step takes for computed and that are not, though they may become so in this very step."""
+        suspects = [(item, self._tracked[item.request_id]) for item in scheduled]
+        suspects = [(item, tracked) for item, tracked in suspects if tracked.is_suspect]
+        for item, tracked in suspects:
+            # A load that fails is reported, and spoils its blocks again.
+            start = item.num_computed if tracked.load is None else tracked.load.num_local
+            self._spoiled.rewrite(item.block_ids, start, item.num_computed + item.num_scheduled)
+        wrong = set[int]()
+        for item, tracked in suspects:
+            found = self._spoiled.wrong(item.block_ids, item.num_computed)
+            wrong |= found
+            tracked.is_suspect = bool(found) or self._spoiled.touches(item.block_ids)
+        return frozenset(wrong)

@@ -1,12 +1,21 @@
-"""The worker half: one rank's cache and the pool. Executes the scheduler half's jobs; decides nothing."""
+"""The worker side: one rank's cache and the pool. Executes the orders of each step; decides nothing.
+
+An engine calls it in this order: `start_step`, `start_loads`, then `before_layer` and `after_layer` around each layer,
+`end_step`, `take_report`. Layers that are not announced are saved at the end of the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
+import numpy.typing as npt
+
+from headwater.connector.arrivals import Arrivals, OnEnd
 from headwater.connector.clock import PROCESS_THREADS, timed
 from headwater.connector.config import ConnectorConfig
-from headwater.connector.jobs import Job, Loaded
+from headwater.connector.orders import BLOCKING, LAYERWISE, Job, LoadOrder, SaveOrder, StepOrders, StepReport
 from headwater.connector.stats import LOAD_BUCKETS_S, Durations, TransferStats
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
@@ -21,10 +30,12 @@ DEFAULT_STAGING_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
 """On a GPU two halves of it are under way at a time, and copies below 64 MiB do not fill the bus."""
 SAVE_PATIENCE_S = 0.02
 """How long a step may wait for room in the staging before chunks are dropped: a bus moves a gigabyte meanwhile."""
+IDLE_WAIT_S = 0.05
+"""How long a step that has nothing to compute waits for a load: then the engine may look for new requests."""
 
 
 def staging_bytes(config: ConnectorConfig | None, device_type: str) -> int:
-    """Memory of a device that one rank's worker half takes, both directions together; none without a pool."""
+    """Memory of a device that one rank's worker side takes, both directions together; none without a pool."""
     if config is None:
         return 0
     each = _one_way_bytes(config, device_type)
@@ -35,8 +46,8 @@ def _one_way_bytes(config: ConnectorConfig, device_type: str) -> int:
     return config.staging_bytes or DEFAULT_STAGING_BYTES[device_type]
 
 
-class WorkerHalf:
-    """Loads and saves of one rank. `on_loaded` is called from the loader's thread."""
+class WorkerSide:
+    """Loads and saves of one rank. The thread that runs the model calls it."""
 
     def __init__(
         self,
@@ -44,79 +55,157 @@ class WorkerHalf:
         view: PagedView,
         shard: Shard,
         config: ConnectorConfig,
-        on_loaded: Callable[[Loaded], None],
+        *,
+        block_size: int | None = None,
+        dummy_block: int = 0,
+        open_space: Callable[[int], Space] | None = None,
+        on_end: OnEnd | None = None,
+        starting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        mover: str | None = None,
     ) -> None:
-        self._on_loaded = on_loaded
+        """`block_size`: of the orders, where the view's blocks are smaller. `open_space` gives the space of another
+        epoch. With `on_end`, the ends of loads are told at once, from the loader's thread, and not in reports. Threads
+        are started inside `starting()`."""
+        self._view = view
+        self._shard = shard
+        self._config = config
+        self._mover = mover
         self._load_times = Durations(LOAD_BUCKETS_S)
         self.step_seconds = 0.0
         """Time of the thread that runs the model, spent here since the start."""
-        kind = "cuda" if view.device.type == "cuda" else "cpu"
-        each = _one_way_bytes(config, kind)
-        self._saver = Saver(
-            space,
-            view,
-            shard,
-            staging_bytes=each,
-            group_bytes=config.group_bytes,
-            deadline_s=config.save_deadline_s,
-            patience_s=SAVE_PATIENCE_S,
-        )
-        self._loader = Loader(
-            space,
-            view,
-            shard,
-            staging_bytes=each,
-            group_bytes=config.group_bytes,
-            deadline_s=config.load_deadline_s,
-            on_done=self._end_load,
-        )
+        self._open_space = open_space
+        self._starting = starting
+        self._ratio = (block_size or view.block_size) // view.block_size
+        self._arrivals = Arrivals(block_size or view.block_size, dummy_block, on_end)
+        self._begun: StepOrders | None = None
+        """The orders whose loads were begun last."""
+        self._enter(space)
+
+    def _enter(self, space: Space) -> None:
+        """Use this space from now on."""
+        each = _one_way_bytes(self._config, "cuda" if self._view.device.type == "cuda" else "cpu")
+        self._space = space
+        with self._starting():
+            self._saver = Saver(
+                space,
+                self._view,
+                self._shard,
+                staging_bytes=each,
+                group_bytes=self._config.group_bytes,
+                deadline_s=self._config.save_deadline_s,
+                patience_s=SAVE_PATIENCE_S,
+                mover=self._mover,
+            )
+            self._loader = Loader(
+                space,
+                self._view,
+                self._shard,
+                staging_bytes=each,
+                group_bytes=self._config.group_bytes,
+                deadline_s=self._config.load_deadline_s,
+                on_done=self._end_load,
+                mover=self._mover,
+            )
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+    @timed
+    def start_step(self, orders: StepOrders) -> None:
+        """Take what is to be saved before the step writes anything, and prepare what is to be saved in its course."""
+        if self._saver.has_open:  # of a step that failed, and whose engine did not say so
+            self._saver.discard()
+        if self._open_space is not None and orders.epoch not in (None, self._space.identity.epoch):
+            assert orders.epoch is not None
+            self.close()
+            self._enter(self._open_space(orders.epoch))
+        for request_id in orders.cancelled:
+            self._loader.cancel(request_id)
+        for order in (*orders.before, *orders.during):
+            self._name_root(order)
+        if orders.before:
+            self._saver.save_all([Wanted(*self._unpack(order.job)) for order in orders.before])
+        for order in orders.during:
+            self._saver.begin(*self._unpack(order.job))
 
     @timed
-    def save(self, jobs: Sequence[Job]) -> None:
-        """Take the jobs' KV out of the cache now and store it in the background. Together they cost a GPU's engine
-        hardly more than one."""
-        self._saver.save_all([Wanted(job.request_id, job.chunks, job.block_ids) for job in jobs])
-
-    @timed
-    def begin_save(self, job: Job) -> None:
-        """Take the job's KV out of the cache layer by layer, in the course of the step that computes it."""
-        self._saver.begin(job.request_id, job.chunks, job.block_ids)
-
-    @timed
-    def load(self, job: Job, *, layerwise: bool = False) -> None:
-        """Bring the job's KV into its blocks in the background; with `layerwise`, for a step that begins now."""
-        self._load_times.start(job.request_id)
-        self._loader.load(job.request_id, job.chunks, job.block_ids, layerwise=layerwise)
+    def start_loads(self, orders: StepOrders) -> None:
+        """Start the step's loads; those that the step has to wait for have ended on return."""
+        self._begun = orders
+        self._arrivals.fail_blocks(orders.wrong_blocks)
+        self._arrivals.expect(orders.loads)
+        for number, order in enumerate(orders.loads):
+            try:
+                self._name_root(order)
+                self._load_times.start(order.job.request_id)
+                self._loader.load(*self._unpack(order.job), layerwise=order.mode == LAYERWISE)
+            except BaseException:
+                for left in orders.loads[number:]:
+                    self._arrivals.end(left.job.request_id, 0)
+                raise
+        if any(order.mode == BLOCKING for order in orders.loads):
+            self._arrivals.wait(BLOCKING)
+        elif orders.is_idle and self._arrivals.has():
+            self._arrivals.wait_any(IDLE_WAIT_S)
 
     @property
     def follows_layers(self) -> bool:
-        """Whether the coming step must call `before_layer` and `after_layer`."""
+        """Whether the coming step should call `before_layer` and `after_layer`."""
         return self._saver.has_open or self._loader.has_open
+
+    @property
+    def needs_layers(self) -> bool:
+        """Whether the coming step must call `before_layer`: it computes with KV that comes layer by layer."""
+        return self._loader.has_open
 
     @timed
     def before_layer(self, layer: int) -> None:
         """Wait for the KV of one layer (of the whole model). On a GPU the stream waits, the caller hardly."""
-        self._loader.wait_layer(layer)
+        if self._loader.has_open:
+            self._loader.wait_layer(layer)
 
     @timed
     def after_layer(self, layer: int) -> None:
-        """The step has written its KV of one layer: save it, if somebody wants to."""
-        self._saver.layer_done(layer)
+        """The step has written its KV of one layer: save it, if that was ordered."""
+        if self._saver.has_open:
+            self._saver.layer_done(layer)
 
-    def discard(self) -> None:
-        """The step failed: what it was to save must not be taken from blocks that it has not written."""
+    @timed
+    def end_step(self) -> None:
+        """The step's KV is in the cache: save what was not announced. Loads that went along with it have ended."""
+        self._saver.end_step()
+        if self._arrivals.has(LAYERWISE):
+            self._arrivals.wait(LAYERWISE)
+
+    def discard(self, orders: StepOrders | None = None) -> None:
+        """The step failed: what it was to save must not be taken from blocks that it has not written. Of the loads in
+        its orders, those that were not begun have ended with nothing."""
         self._saver.discard()
+        if orders is not None and self._begun is not orders:
+            self._arrivals.expect(orders.loads)
+            for order in orders.loads:
+                self._arrivals.end(order.job.request_id, 0)
 
-    def cancel(self, request_id: str) -> None:
-        """The request is gone: stop its load if it has not ended."""
-        self._loader.cancel(request_id)
+    # ---- what happened ------------------------------------------------------------------------------------------
+    def take_finished(self) -> set[str]:
+        """Requests that wait outside the batch and whose load has ended since the last call."""
+        return self._arrivals.take_finished()
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks that were to be filled and were not, since the last call."""
+        return self._arrivals.take_failed_blocks()
+
+    def take_report(self) -> StepReport:
+        """What the scheduler side should know."""
+        unsaved = dict[str, int]()
+        for name, first_token in self._saver.take_unsaved():
+            unsaved[name] = min(first_token, unsaved.get(name, first_token))
+        return self._arrivals.take_report().merged(StepReport(unsaved=unsaved))
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all saves so far are stored or given up."""
         return self._saver.drain(timeout_s)
 
     def stats(self) -> TransferStats:
-        """Counts since the start."""
+        """Counts since the start, or since the last epoch began."""
         return TransferStats(
             loaded_bytes=self._loader.num_bytes,
             saved_bytes=self._saver.num_bytes,
@@ -133,10 +222,28 @@ class WorkerHalf:
         return self._load_times.take()
 
     def close(self) -> None:
-        """Drain saves for a moment, then stop both threads. Idempotent."""
+        """Drain saves for a moment, then stop both threads; loads under way end. Idempotent."""
         self._saver.close()
         self._loader.close()
 
+    def leave(self) -> Arrivals:
+        """Close it for good; its loads have all ended then, and whoever comes next reports them."""
+        self.close()
+        return self._arrivals
+
+    # ---- helpers ------------------------------------------------------------------------------------------------
     def _end_load(self, request_id: str, num_chunks: int) -> None:
         self._load_times.end(request_id)
-        self._on_loaded(Loaded(request_id, num_chunks))
+        self._arrivals.end(request_id, num_chunks)
+
+    def _name_root(self, order: SaveOrder | LoadOrder) -> None:
+        """Chunks are stored under a root that this process must know."""
+        self._space.root(tenant=order.tenant, adapter=order.adapter)
+
+    def _unpack(self, job: Job) -> Wanted:
+        """The job in blocks of the view, where those are smaller than the engine's."""
+        if self._ratio == 1:
+            return Wanted(job.request_id, job.chunks, job.block_ids)
+        parts = np.arange(self._ratio, dtype=np.int32)
+        ids: npt.NDArray[np.int32] = (job.block_ids[:, None] * self._ratio + parts).ravel()
+        return Wanted(job.request_id, job.chunks, ids)

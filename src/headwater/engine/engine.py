@@ -6,6 +6,7 @@ text, and stopping at strings, is the business of whoever has the tokenizer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,12 +27,13 @@ from headwater.engine.request import Request
 from headwater.engine.runner import Progress
 from headwater.engine.sampler import SamplingBatch, make_sampling_batch, unpack_logprobs
 from headwater.engine.scheduler import Scheduler, Step
-from headwater.errors import EngineConfigError, EngineDeadError, EngineError, RequestError
+from headwater.errors import EngineConfigError, EngineDeadError, EngineError, HeadwaterError, RequestError
 from headwater.models.checkpoint import Checkpoint, open_checkpoint
 from headwater.stores.stats import StoreStats
 
 LOAD_WAIT_S = 0.05
 """How long a step waits for the pool when it has nothing else to do; then its caller may look around."""
+LOAD_POLL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._arrivals = count()
         self._in_flight: _InFlight | None = None
+        self._is_closed = False
         self._aborted: list[RequestOutput] = []
         self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
 
@@ -140,18 +143,21 @@ class Engine:
         Without overlap the step is read at once. An output comes at most once per request and call.
         """
         outputs, self._aborted = self._aborted, []
-        self._take_loaded(wait_s=0.0)
+        self._hear()
         if not self._may_overlap():
             outputs += self._land()
         step = self._scheduler.schedule()
         launched = self._launch(step) if step.chunks else None
-        if launched is None and self._in_flight is None:
-            self._take_loaded(wait_s=LOAD_WAIT_S)  # nothing to compute: then there is nothing but loads to wait for
+        if launched is None:
+            self._flush()
+            if self._in_flight is None:
+                self._wait_for_pool()
         outputs += self._land()
         self._in_flight = launched
         if not self._overlap or step.is_loading:
             outputs += self._land()
-        self._link.end_step()
+        if not self.has_work:
+            self._flush()  # no step follows that the last saves could go with
         return outputs
 
     def stats(self) -> EngineStats:
@@ -168,12 +174,12 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
-            pool=self._link.stats(),
+            pool=self._link.add_to(self._executor.transfer_stats()),
         )
 
     def store_stats(self) -> StoreStats | None:
         """The pool now, and what rank 0 did with each of its tiers; None without a pool. Asks no server."""
-        return self._link.store_stats()
+        return self._executor.store_stats()
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached KV that no request is using; returns how many pages that was."""
@@ -181,7 +187,8 @@ class Engine:
 
     def drain_saves(self, timeout_s: float) -> bool:
         """Wait until what was given to the pool is in it, or given up, on every rank; False if that takes longer."""
-        return self._link.drain(timeout_s)
+        self._flush()
+        return self._executor.drain(timeout_s)
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if a rank is gone. A step would find out as well; this is for when there is none."""
@@ -195,7 +202,12 @@ class Engine:
             raise EngineError(f"requests {sorted(live ^ self._requests.keys())} are known to only one side")
 
     def close(self) -> None:
-        """End the other ranks. Idempotent; requests that are not finished are forgotten."""
+        """Take what is to be saved, and end the other ranks. Idempotent; requests that are not finished are
+        forgotten."""
+        if not self._is_closed:
+            self._is_closed = True
+            with suppress(HeadwaterError):  # a rank may be gone
+                self._flush()
         self._executor.close()
 
     def __enter__(self) -> Engine:
@@ -212,13 +224,35 @@ class Engine:
         assert isinstance(self._executor, Executor), "only real ranks have KV to share"
         identity = engine_identity(self.checkpoint, self.placement.dtype, self.config.load_format)
         space = self._executor.connect(connector, identity)
-        return PoolLink(space, connector, self._executor, dummy_page=self.plan.num_pages)
+        return PoolLink(
+            space,
+            connector,
+            page_size=self.config.page_size,
+            num_ranks=self.config.tensor_parallel_size,
+            dummy_page=self.plan.num_pages,
+        )
 
-    def _take_loaded(self, wait_s: float) -> None:
-        """Let requests go on whose KV has come from the pool."""
-        for arrival, num_tokens in self._link.take_loaded(wait_s):
+    def _hear(self) -> bool:
+        """Let requests go on whose KV has come from the pool; whether there were any."""
+        ends = self._link.hear(self._executor.take_report())
+        for arrival, num_tokens in ends:
             waiting = (*self._scheduler.running, *self._scheduler.abandoned)
             self._scheduler.loaded(next(r for r in waiting if r.arrival == arrival), num_tokens)
+        return bool(ends)
+
+    def _wait_for_pool(self) -> None:
+        """There is nothing to compute: wait a moment for a load, or for KV that comes from a lower tier."""
+        num_fetching, deadline = self._link.num_fetching, time.monotonic() + LOAD_WAIT_S
+        while num_fetching or self._link.is_loading:
+            if self._hear() or self._link.num_fetching != num_fetching or time.monotonic() >= deadline:
+                return
+            time.sleep(LOAD_POLL_S)
+
+    def _flush(self) -> None:
+        """Have orders carried out that no step takes along."""
+        orders = self._link.order(None)
+        if not orders.is_empty:
+            self._executor.order(orders)
 
     def _may_overlap(self) -> bool:
         """Penalties look at every token said so far, so the last one must be known before the next is sampled."""
@@ -227,12 +261,13 @@ class Engine:
     def _launch(self, step: Step) -> _InFlight:
         sampling = make_sampling_batch(step.sampled, self._executor.vocab_size)
         step_input = make_step_input(step, self.config.page_size)
+        orders = self._link.order(step)
         try:
-            self._scheduler.launching(step)
-            pending = self._executor.launch(step_input, sampling)
+            pending = self._executor.launch(step_input, sampling, orders)
         except BaseException:
             with suppress(EngineDeadError):
-                self._link.discard()
+                self._link.step_failed(orders)
+                self._executor.discard(orders)
             raise
         self._scheduler.launched(step)
         self._num_steps += 1
@@ -248,7 +283,8 @@ class Engine:
         sampled = pending.wait()
         while step.is_loading:  # computed with KV that came meanwhile: was it right?
             self._executor.check_alive()
-            self._take_loaded(wait_s=LOAD_WAIT_S)
+            if not self._hear():
+                time.sleep(LOAD_POLL_S)
         logprobs = unpack_logprobs(sampling, requests, sampled)
         outputs = []
         for row, (request, token) in enumerate(zip(requests, sampled.token_ids.tolist(), strict=True)):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import queue
 import secrets
-import time
-from contextlib import suppress
+import threading
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from headwater.connector.config import ConnectorConfig
-from headwater.connector.jobs import Job, Loaded
+from headwater.connector.orders import StepOrders, StepReport
 from headwater.connector.stats import TransferStats
-from headwater.connector.worker import WorkerHalf, staging_bytes
+from headwater.connector.worker import staging_bytes
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import Placement
@@ -29,7 +27,7 @@ from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
 from headwater.stores.stats import StoreStats
 
-LOAD_POLL_S = 0.0005
+NO_ORDERS = StepOrders()
 
 
 class Pending(NamedTuple):
@@ -55,8 +53,32 @@ class BaseExecutor(Protocol):
         """Columns of the logits."""
         ...
 
-    def launch(self, step: StepInput, sampling: SamplingBatch) -> Pending:
-        """Start a step; steps run in the order of their launches."""
+    def launch(self, step: StepInput, sampling: SamplingBatch, orders: StepOrders) -> Pending:
+        """Start a step, with its orders; steps run in the order of their launches."""
+        ...
+
+    def order(self, orders: StepOrders) -> None:
+        """Carry out orders with nothing to compute."""
+        ...
+
+    def discard(self, orders: StepOrders) -> None:
+        """The step with these orders failed: of its loads, those that were not begun have ended with nothing."""
+        ...
+
+    def take_report(self) -> StepReport:
+        """What happened on all ranks since the last call. Does not wait."""
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the saves of all ranks are in the pool or given up; False if that takes longer."""
+        ...
+
+    def transfer_stats(self) -> TransferStats:
+        """What rank 0 moved; all zero without a pool."""
+        ...
+
+    def store_stats(self) -> StoreStats | None:
+        """The pool now, and what rank 0 did with each of its tiers; None without a pool. Asks no server."""
         ...
 
     def check_alive(self) -> None:
@@ -76,12 +98,11 @@ class Executor:
     ) -> None:
         set_num_threads(config, placement)
         self._pool: Pool | None = None
-        self._half: WorkerHalf | None = None
-        self._unsaved: list[Job] = []
-        """To be taken out of the cache together: see `save`."""
-        self._own_loaded: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
-        self._loads: dict[str, list[int]] = {}
-        """By request: how many chunks each rank that is done has in place."""
+        self._lock = threading.Lock()
+        self._report = StepReport()
+        """What rank 0 has to tell; its loads end in a thread of their own."""
+        self._told: StepOrders | None = None
+        """The orders that the other ranks were told last."""
         self._ranks = RankGroup(config, placement)
         try:
             self._runner = Runner(checkpoint, self._ranks.parallel, config, placement, progress=progress)
@@ -100,12 +121,14 @@ class Executor:
         """Columns of the logits."""
         return self._runner.model.config.vocab_size
 
-    def launch(self, step: StepInput, sampling: SamplingBatch) -> Pending:
-        """Start a step. On a GPU it returns while the device works. Raises EngineDeadError if a rank is gone."""
+    def launch(self, step: StepInput, sampling: SamplingBatch, orders: StepOrders = NO_ORDERS) -> Pending:
+        """Start a step, with its orders, on all ranks: one message to each. On a GPU it returns while the device works.
+        Raises EngineDeadError if a rank is gone."""
         try:
-            self.take_saves()
-            self._ranks.step(step, self._shares_samples)
-            logits = self._runner.forward(step, self._previous)
+            self._told = orders
+            self._ranks.step(step, orders, self._shares_samples)
+            logits = self._runner.step(step, orders, self._previous)
+            assert logits is not None
             sampled = sample(logits, sampling)
             if self._shares_samples and len(step.sample_rows):
                 self._runner.parallel.broadcast(sampled.token_ids)
@@ -116,6 +139,20 @@ class Executor:
         self._previous = sampled.token_ids
         return _to_host(sampled)
 
+    def order(self, orders: StepOrders) -> None:
+        """Carry out orders with nothing to compute, on every rank."""
+        self._told = orders
+        self._ranks.step(None, orders, share_samples=False)
+        self._runner.step(None, orders, None)
+
+    def discard(self, orders: StepOrders) -> None:
+        """The step with these orders failed. Of its loads, those that were not begun have ended with nothing."""
+        if self._runner.pool is not None:
+            self._runner.pool.discard(orders)
+            if self._told is not orders:
+                others = (0,) * (self._runner.parallel.size - 1)
+                self._add(StepReport(ended={load.job.request_id: others for load in orders.loads}))
+
     def check_alive(self) -> None:
         """Raise EngineDeadError if a rank is gone."""
         self._ranks.check_alive()
@@ -125,61 +162,22 @@ class Executor:
         group = secrets.randbits(63)
         self._pool = open_pool(config.pool, group=group)
         space = self._pool.space(identity, self._runner.spec)
-        self._half = self._runner.connect(space, config, self._own_loaded.put)
+        self._runner.connect(space, config, self._load_ended)
         self._ranks.connect(identity.canonical(), group)
         return space
 
-    def save(self, job: Job) -> None:
-        """Take KV out of the cache, on every rank, before anything is written there again: `take_saves`."""
-        self._unsaved.append(job)
-
-    def take_saves(self) -> None:
-        """Take what is to be saved out of the cache now. Whatever may write there calls this first."""
-        if self._unsaved:
-            assert self._half is not None
-            jobs, self._unsaved = self._unsaved, []
-            self._ranks.save(jobs)
-            self._half.save(jobs)
-
-    def begin_save(self, job: Job) -> None:
-        """Take KV out of the cache in the course of the next step, on every rank."""
-        assert self._half is not None
-        self.take_saves()
-        self._ranks.begin_save(job)
-        self._half.begin_save(job)
-
-    def discard(self) -> None:
-        """Give up what the next step was to save, on every rank: its blocks may soon hold something else."""
-        assert self._half is not None
-        self._half.discard()
-        self._ranks.discard()
-
-    def load(self, job: Job, *, layerwise: bool) -> None:
-        """Bring KV into the cache, on every rank; with `layerwise` the next step waits for it layer by layer."""
-        assert self._half is not None
-        self.take_saves()
-        self._loads[job.request_id] = []
-        self._ranks.load(job, layerwise=layerwise)
-        self._half.load(job, layerwise=layerwise)
-
-    def cancel(self, request_id: str) -> None:
-        """Stop a load."""
-        assert self._half is not None
-        self._ranks.cancel(request_id)
-        self._half.cancel(request_id)
-
-    def wait_loaded(self, timeout_s: float) -> list[Loaded]:
-        """Loads that have ended on all ranks: what the rank that got least has. Waits for one at most that long."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            ended = self._take_loaded()
-            if ended or not self._loads or time.monotonic() >= deadline:
-                return ended
-            time.sleep(LOAD_POLL_S)
+    def take_report(self) -> StepReport:
+        """What happened on all ranks since the last call. Does not wait."""
+        if self._runner.pool is None:
+            return StepReport()
+        report = self._runner.pool.take_report().merged(self._ranks.take_report())
+        with self._lock:
+            report, self._report = report.merged(self._report), StepReport()
+        return report
 
     def transfer_stats(self) -> TransferStats:
         """What rank 0 moved; all zero without a pool."""
-        return TransferStats() if self._half is None else self._half.stats()
+        return TransferStats() if self._runner.pool is None else self._runner.pool.stats()
 
     def store_stats(self) -> StoreStats | None:
         """The pool now, and what rank 0 did with each of its tiers; None without a pool. Asks no server."""
@@ -187,27 +185,22 @@ class Executor:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until the saves of all ranks are in the pool or given up; False if that takes longer."""
-        if self._half is None:
+        if self._runner.pool is None:
             return True
-        self.take_saves()
         self._ranks.start_drain(timeout_s)
-        return all((self._half.drain(timeout_s), *self._ranks.wait_drained()))
+        return all((self._runner.pool.drain(timeout_s), *self._ranks.wait_drained()))
 
-    def _take_loaded(self) -> list[Loaded]:
-        for loaded in (*_take_all(self._own_loaded), *self._ranks.take_loaded()):
-            self._loads[loaded.request_id].append(loaded.num_chunks)
-        size = self._runner.parallel.size
-        ended = [Loaded(name, min(counts)) for name, counts in self._loads.items() if len(counts) == size]
-        for loaded in ended:
-            del self._loads[loaded.request_id]
-        return ended
+    def _load_ended(self, request_id: str, num_chunks: int) -> None:
+        self._add(StepReport(ended={request_id: (num_chunks,)}))
+
+    def _add(self, report: StepReport) -> None:
+        with self._lock:
+            self._report = self._report.merged(report)
 
     def close(self) -> None:
         """Finish what is being saved, and end the other ranks. Idempotent."""
-        with suppress(HeadwaterError):  # a rank may be gone
-            self.take_saves()
-        if self._half is not None:
-            self._half.close()
+        if (runner := getattr(self, "_runner", None)) is not None and runner.pool is not None:
+            runner.pool.close()
         if self._pool is not None:
             self._pool.close()
         self._ranks.close()
@@ -247,10 +240,3 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _copy_any(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else _copy(tensor)
-
-
-def _take_all(source: queue.SimpleQueue[Loaded]) -> list[Loaded]:
-    found = []
-    while not source.empty():
-        found.append(source.get())
-    return found

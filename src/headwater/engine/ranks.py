@@ -12,18 +12,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
 import torch
 
-from headwater.connector.jobs import Job, Loaded
-from headwater.connector.worker import WorkerHalf
+from headwater.connector.arrivals import OnEnd
+from headwater.connector.orders import StepOrders, StepReport
+from headwater.connector.wire import orders_from_wire, orders_to_wire, report_from_wire, report_to_wire
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import Placement, choose_placement
@@ -43,16 +41,15 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 EXIT_WAIT_S = 5.0
 DYING_WAIT_S = 1.0
 """How long a rank that is failing may take to say why."""
-MAX_CHUNKS_TOLD, CHUNKS_A_JOB = 4096, 4
-"""Of several requests in one message, each of which takes the room of a few more: its header is bounded."""
+NUM_INPUT_ARRAYS = len(StepInput.__slots__)
 
 
 class RankGroup:
     """The other ranks, as rank 0 sees them. With one rank there are none, and every method does nothing."""
 
     def __init__(self, config: EngineConfig, placement: Placement) -> None:
-        self._loaded: list[Loaded] = []
-        """Told by a rank while something else was expected of it."""
+        self._report = StepReport()
+        """What the other ranks have said, and nobody has asked for yet."""
         self._children: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
         self.parallel = TensorParallel(0, 1)
         size = config.tensor_parallel_size
@@ -86,11 +83,18 @@ class RankGroup:
         for _, sock in self._children:
             self._expect(sock, "ready")
 
-    def step(self, step: StepInput, share_samples: bool) -> None:
-        """Start a step on the other ranks; with `share_samples` they wait for rank 0's tokens at its end."""
-        arrays = [getattr(step, name) for name in StepInput.__slots__]
+    def step(self, step: StepInput | None, orders: StepOrders, share_samples: bool) -> None:
+        """Start a step on the other ranks, or only carry out its orders: one message to each. With `share_samples` they
+        wait for rank 0's tokens at its end."""
+        if not self._children or (step is None and orders.is_empty):
+            return
+        fields: dict[str, Any] = {"share_samples": share_samples, "computes": step is not None}
+        arrays = [] if step is None else [getattr(step, name) for name in StepInput.__slots__]
+        if not orders.is_empty:
+            fields["orders"], more = orders_to_wire(orders)
+            arrays += more
         for _, sock in self._children:
-            send(sock, "step", {"share_samples": share_samples}, arrays)
+            send(sock, "step", fields, arrays)
 
     def connect(self, identity: dict[str, Any], group: int) -> None:
         """Have the other ranks open the pool, as members of one writer group."""
@@ -99,52 +103,22 @@ class RankGroup:
         for _, sock in self._children:
             self._expect(sock, "connected")
 
-    def save(self, jobs: Sequence[Job]) -> None:
-        """Have the other ranks take KV out of their caches, after the steps so far and before the next."""
-        todo = deque(jobs)
-        while todo and self._children:
-            wires, room = list[tuple[dict[str, Any], list[npt.NDArray[Any]]]](), MAX_CHUNKS_TOLD
-            while todo and (not wires or len(todo[0].chunks) < room):
-                room -= len(todo[0].chunks) + CHUNKS_A_JOB
-                wires.append(todo.popleft().to_wire())
-            self._tell("save", {"jobs": [fields for fields, _ in wires]}, [a for _, arrays in wires for a in arrays])
-
-    def begin_save(self, job: Job) -> None:
-        """Have the other ranks take KV out of their caches in the course of the next step."""
-        self._tell("begin_save", *job.to_wire())
-
-    def discard(self) -> None:
-        """Have the other ranks give up what the next step was to save."""
-        self._tell("discard", {})
-
-    def load(self, job: Job, *, layerwise: bool) -> None:
-        """Have the other ranks bring KV into their caches."""
-        fields, arrays = job.to_wire()
-        self._tell("load", {**fields, "layerwise": layerwise}, arrays)
-
-    def cancel(self, request_id: str) -> None:
-        """Stop a load."""
-        self._tell("cancel", {"request_id": request_id})
-
-    def take_loaded(self) -> list[Loaded]:
-        """Loads that have ended on one of the other ranks each. Does not wait."""
+    def take_report(self) -> StepReport:
+        """What the other ranks have said since the last call. Does not wait."""
         for _, sock in self._children:
             while select.select([sock], [], [], 0)[0]:
-                self._loaded.append(_as_loaded(self._expect(sock, "loaded_kv")))
-        found, self._loaded = self._loaded, []
-        return found
+                self._add(self._expect(sock, "report"))
+        report, self._report = self._report, StepReport()
+        return report
 
     def start_drain(self, timeout_s: float) -> None:
         """Have the other ranks finish their saves."""
-        self._tell("drain", {"timeout_s": timeout_s})
+        for _, sock in self._children:
+            send(sock, "drain", {"timeout_s": timeout_s})
 
     def wait_drained(self) -> list[bool]:
-        """Whether each of the other ranks did. Loads that end meanwhile are kept for `take_loaded`."""
+        """Whether each of the other ranks did. What they report meanwhile is kept for `take_report`."""
         return [bool(self._expect(sock, "drained").fields["done"]) for _, sock in self._children]
-
-    def _tell(self, kind: str, fields: dict[str, Any], arrays: Sequence[Any] = ()) -> None:
-        for _, sock in self._children:
-            send(sock, kind, fields, arrays)
 
     def why_dead(self) -> str | None:
         """What a rank that has failed said last, or how it exited; None while all are alive."""
@@ -180,14 +154,13 @@ class RankGroup:
 
     def _expect(self, sock: socket.socket, kind: str) -> Message:
         while (message := receive(sock)).kind != kind:
-            if message.kind != "loaded_kv":
+            if message.kind != "report":
                 raise EngineDeadError(f"a rank failed: {message.fields.get('error', message.kind)}")
-            self._loaded.append(_as_loaded(message))
+            self._add(message)
         return message
 
-
-def _as_loaded(message: Message) -> Loaded:
-    return Loaded(str(message.fields["request_id"]), int(message.fields["num_chunks"]))
+    def _add(self, message: Message) -> None:
+        self._report = self._report.merged(report_from_wire(message.fields))
 
 
 def run_rank(sock: socket.socket) -> None:
@@ -228,58 +201,58 @@ def set_num_threads(config: EngineConfig, placement: Placement) -> None:
 
 def _follow(sock: socket.socket, runner: Runner, config: EngineConfig) -> None:
     previous: torch.Tensor | None = None
-    half: WorkerHalf | None = None
     lock = threading.Lock()  # loads end in a thread of their own, and say so on the same socket
 
-    def on_loaded(loaded: Loaded) -> None:
-        with lock, suppress(EngineDeadError):
-            send(sock, "loaded_kv", {"request_id": loaded.request_id, "num_chunks": loaded.num_chunks})
+    def tell(kind: str, fields: dict[str, Any]) -> None:
+        with lock:
+            send(sock, kind, fields)
+
+    def load_ended(request_id: str, num_chunks: int) -> None:
+        with suppress(EngineDeadError):
+            tell("report", report_to_wire(StepReport(ended={request_id: (num_chunks,)})))
 
     try:
         while True:
             message = receive(sock)
-            if message.kind == "allocate":
-                runner.allocate(int(message.fields["num_pages"]), int(message.fields["max_model_len"]))
-                send(sock, "ready")
-            elif message.kind == "connect":
-                half = _connect(message, runner, config, on_loaded)
-                send(sock, "connected")
-            elif message.kind == "step":
-                step = StepInput(*message.arrays)
-                runner.forward(step, previous)
-                if message.fields["share_samples"] and len(step.sample_rows):
+            if message.kind == "step":
+                step, orders = _read_step(message)
+                runner.step(step, orders, previous)
+                if step is not None and message.fields["share_samples"] and len(step.sample_rows):
                     previous = torch.empty(len(step.sample_rows), dtype=torch.int64, device=runner.device)
                     runner.parallel.broadcast(previous)
-            elif half is not None and message.kind == "save":
-                pairs = zip(message.arrays[::2], message.arrays[1::2], strict=True)
-                jobs = zip(message.fields["jobs"], pairs, strict=True)
-                half.save([Job.from_wire(fields, list(pair)) for fields, pair in jobs])
-            elif half is not None and message.kind == "load":
-                job = Job.from_wire(message.fields, message.arrays)
-                half.load(job, layerwise=bool(message.fields["layerwise"]))
-            elif half is not None and message.kind == "begin_save":
-                half.begin_save(Job.from_wire(message.fields, message.arrays))
-            elif half is not None and message.kind == "discard":
-                half.discard()
-            elif half is not None and message.kind == "drain":
-                is_drained = half.drain(float(message.fields["timeout_s"]))
-                with lock:
-                    send(sock, "drained", {"done": is_drained})
-            elif half is not None and message.kind == "cancel":
-                half.cancel(str(message.fields["request_id"]))
+                if runner.pool is not None and (report := runner.pool.take_report()):
+                    tell("report", report_to_wire(report))
+            elif message.kind == "allocate":
+                runner.allocate(int(message.fields["num_pages"]), int(message.fields["max_model_len"]))
+                tell("ready", {})
+            elif message.kind == "connect":
+                _connect(message, runner, config, load_ended)
+                tell("connected", {})
+            elif message.kind == "drain" and runner.pool is not None:
+                tell("drained", {"done": runner.pool.drain(float(message.fields["timeout_s"]))})
             else:
-                raise EngineError(f"rank 0 sent {message.kind!r}, which is no order")
+                raise EngineError(f"rank 0 sent {message.kind!r}, which this rank does not expect")
     finally:
-        if half is not None:
-            half.close()
+        if runner.pool is not None:
+            runner.pool.close()
 
 
-def _connect(message: Message, runner: Runner, config: EngineConfig, on_loaded: Callable[[Loaded], None]) -> WorkerHalf:
+def _read_step(message: Message) -> tuple[StepInput | None, StepOrders]:
+    """What to compute, if anything, and what to do with it."""
+    computes, fields = bool(message.fields["computes"]), message.fields.get("orders")
+    inputs, arrays = (message.arrays[:NUM_INPUT_ARRAYS], message.arrays[NUM_INPUT_ARRAYS:])
+    if not computes:
+        inputs, arrays = [], message.arrays
+    orders = StepOrders() if fields is None else orders_from_wire(fields, arrays)
+    return StepInput(*inputs) if computes else None, orders
+
+
+def _connect(message: Message, runner: Runner, config: EngineConfig, on_end: OnEnd) -> None:
     connector = config.connector
     assert connector is not None, "connected without a pool"
     pool = open_pool(connector.pool, group=int(message.fields["group"]))
     space = pool.space(Identity.from_canonical(message.fields["identity"]), runner.spec)
-    return runner.connect(space, connector, on_loaded)
+    runner.connect(space, connector, on_end)
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwater.connector.arrivals import OnEnd
 from headwater.connector.config import ConnectorConfig
-from headwater.connector.jobs import Loaded
-from headwater.connector.worker import WorkerHalf
+from headwater.connector.orders import StepOrders
+from headwater.connector.worker import WorkerSide
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import Placement, rank_device
@@ -64,7 +65,8 @@ class Runner:
         self.attention = create_attention_backend(config.attention_backend, self.device)
         self.cache: PagedKVCache | None = None
         self._graphs: DecodeGraphs | None = None
-        self._half: WorkerHalf | None = None
+        self.pool: WorkerSide | None = None
+        """This rank's way to the pool, if there is one."""
         free_before = free_memory(self.device)
         self.model = build_model(
             checkpoint.config,
@@ -90,23 +92,43 @@ class Runner:
         if self.device.type == "cuda" and self._config.cuda_graphs:
             self._graphs = DecodeGraphs(self, self.cache, self._config.max_num_seqs, max_model_len)
 
-    def connect(self, space: Space, config: ConnectorConfig, on_loaded: Callable[[Loaded], None]) -> WorkerHalf:
-        """Join this rank's cache to the pool."""
+    def connect(self, space: Space, config: ConnectorConfig, on_end: OnEnd) -> None:
+        """Join this rank's cache to the pool. `on_end` is told of loads that end, from a thread of their own."""
         assert self.cache is not None, "connect before allocate"
         shard = self._topology.shard(self.spec, tp_rank=self.parallel.rank)
         view = view_description(self.spec, self.cache.view, self.cache.data)
         # With the dummy page, which takes what must not be written over pages that others use.
         view = replace(view, num_blocks=self.cache.num_pages + 1)
-        self._half = WorkerHalf(space, view, shard, config, on_loaded)
-        return self._half
+        self.pool = WorkerSide(space, view, shard, config, dummy_block=self.cache.num_pages, on_end=on_end)
+
+    def step(self, step: StepInput | None, orders: StepOrders, previous: Tensor | None) -> Tensor | None:
+        """Carry out a step's orders and compute it; the logits of its samples, if it computes anything.
+
+        Raises what computing raises; nothing that the step was to save is kept then.
+        """
+        if self.pool is None:
+            return None if step is None else self.forward(step, previous)
+        self.pool.start_step(orders)
+        self.pool.start_loads(orders)
+        if step is None:
+            return None
+        try:
+            logits = self.forward(step, previous)
+        except BaseException:
+            self.pool.discard()
+            raise
+        self.pool.end_step()
+        return logits
 
     @torch.inference_mode()
     def forward(self, step: StepInput, previous: Tensor | None) -> Tensor:
         """Logits of `step.sample_rows` [samples, vocab], on the device. `previous`: the samples of the step before."""
         assert self.cache is not None, "forward before allocate"
-        hooks = self._half if self._half is not None and self._half.follows_layers else NO_HOOKS
-        if self._graphs is not None and hooks is NO_HOOKS and self._graphs.fits(step):
+        pool = self.pool
+        # A graph has no hooks: what it computes is saved at its end. Loads are waited for between the layers.
+        if self._graphs is not None and not (pool and pool.needs_layers) and self._graphs.fits(step):
             return self._graphs.run(step, previous)
+        hooks = pool if pool is not None and pool.follows_layers else NO_HOOKS
         staged = stage(step, self.device)
         token_ids = resolve_tokens(staged.token_ids, previous) if step.has_in_flight else staged.token_ids
         batch = AttentionBatch(

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from headwater.connector.orders import ASYNC
 from headwater.engine.link import Link, NoPool
 from headwater.engine.params import FinishReason
 from headwater.errors import EngineError
 
 if TYPE_CHECKING:
+    from headwater.connector.finder import LoadPlan
     from headwater.engine.pages import PagePool
-    from headwater.engine.prefix.base import PrefixCache
+    from headwater.engine.prefix.base import Handle, PrefixCache
     from headwater.engine.request import Request
+
+
+LOOK_AHEAD = 64
+"""Waiting requests that are looked at for one that can start, where older ones wait for a lower tier of the pool."""
 
 
 class Chunk(NamedTuple):
@@ -79,6 +86,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. It must fit into an empty cache; whoever adds it has checked that."""
+        self._link.add(request)
         self.waiting.append(request)
 
     def schedule(self) -> Step:
@@ -109,12 +117,6 @@ class Scheduler:
         chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return Step(tuple(chunks))
 
-    def launching(self, step: Step) -> None:
-        """The step is about to begin: what it completes of a prompt leaves the cache layer by layer."""
-        for request, start, num_tokens, _ in step.chunks:
-            if num_tokens > 1 and not request.is_loading:
-                self._link.begin_save(request, start + num_tokens)
-
     def launched(self, step: Step) -> None:
         """The step is on its way: its KV counts as computed, and finished prompt pages may be shared.
 
@@ -131,7 +133,6 @@ class Scheduler:
                 continue  # whether what it computes is right is known when the load has ended
             if num_tokens > 1 or request.num_computed <= request.num_prompt:
                 self._share(request)
-            self._link.save(request, ends=False)
 
     def loaded(self, request: Request, num_tokens: int) -> None:
         """The pool is done with the request's pages: the KV of its first `num_tokens` tokens is there."""
@@ -142,10 +143,8 @@ class Scheduler:
         if request.finish_reason is not None:
             self.abandoned.remove(request)
             self._release(request)
-            self._link.forget(request)
             return
         self._took_from_pool(request, num_tokens)
-        self._link.save(request, ends=False)
 
     def landed(self, request: Request, token: int) -> None:
         """The token in flight has reached the host."""
@@ -163,10 +162,9 @@ class Scheduler:
             self.waiting.remove(request)
         if request.is_loading:
             self.abandoned.append(request)
-            self._link.cancel(request)
         else:
             self._release(request)
-            self._link.forget(request)
+        self._link.finish(request)
 
     def check_integrity(self) -> None:
         """Verify that every page has the owner that requests and cache say it has. Raises EngineError."""
@@ -196,22 +194,29 @@ class Scheduler:
         return -(-num_tokens // self._page_size)
 
     def _admit(self) -> Request | None:
-        """Move the oldest waiting request to the running ones, with pages for all its known tokens, if they fit."""
-        if not self.waiting or len(self.running) >= self._max_num_seqs:
+        """Move the oldest waiting request that can run, or load, to the running ones, with pages for all its known
+        tokens, if they fit. Those whose KV is on its way from a lower tier hold no pages and let others go first."""
+        if len(self.running) >= self._max_num_seqs:
             return None
-        request = self.waiting[0]
-        # All but the last token: its logits are what the next token is sampled from.
-        tokens = request.tokens[:-1]
-        match = self._prefix.match(tokens)
-        missing = self._num_pages(request.num_tokens) - len(match.pages)
-        # Asked before anything is pinned, since most questions are asked by a request that must go on waiting …
-        if not self._has_room(missing):
-            return None
-        handle = self._prefix.lock(tokens, match.num_tokens)
+        for request in islice(self.waiting, LOOK_AHEAD):
+            # All but the last token: its logits are what the next token is sampled from.
+            tokens = request.tokens[:-1]
+            match = self._prefix.match(tokens)
+            missing = self._num_pages(request.num_tokens) - len(match.pages)
+            # Asked before anything is pinned, since most questions are asked by a request that must go on waiting …
+            if not self._has_room(missing):
+                return None
+            if (plan := self._link.match(request, match.num_tokens)) is not None:
+                handle = self._prefix.lock(tokens, match.num_tokens)
+                return request if self._start(request, handle, missing, plan) else None
+        return None
+
+    def _start(self, request: Request, handle: Handle, missing: int, plan: LoadPlan) -> bool:
+        """Give a waiting request its pages, and have what the pool has brought into them; whether there was room."""
         # … and again afterwards: what is pinned cannot be evicted any more.
         if not self._has_room(missing):
             self._prefix.unlock(handle)
-            return None
+            return False
         request.handle = handle
         request.set_pages(list(handle.pages))
         request.num_computed = handle.num_tokens
@@ -219,22 +224,21 @@ class Scheduler:
             self._release(request)
             if self._is_idle:
                 raise EngineError(f"request {request.id} needs {missing} pages and an idle engine has none for it")
-            return None
-        is_first = request.num_cached is None
-        request.is_loading, num_tokens = self._link.start_load(request, len(handle.pages))
-        request.num_computed = max(request.num_computed, num_tokens)
-        request.num_assumed = num_tokens if request.is_loading else 0
-        if is_first:
+            return False
+        if plan.num_tokens:
+            self._link.start_load(request)
+            request.is_loading = True
+            if plan.mode != ASYNC:  # it runs at once, as if all of it were there
+                request.num_computed = request.num_assumed = handle.num_tokens + plan.num_tokens
+        if request.num_cached is None:
             request.num_cached = request.num_computed
-        if request.num_computed > handle.num_tokens and not request.is_loading:
-            self._share(request)
-        self.waiting.popleft()
+        self.waiting.remove(request)
         # A request that was preempted comes back into its old place.
         at = len(self.running)
         while at and self.running[at - 1].arrival > request.arrival:
             at -= 1
         self.running.insert(at, request)
-        return request
+        return True
 
     def _take_back(self, request: Request, num_tokens: int) -> None:
         """A request ran with KV that did not come: what it computed is void, but for what was there before."""
@@ -311,7 +315,7 @@ class Scheduler:
         if request.handle is None:
             return
         self._share(request)
-        self._link.save(request, ends=True)
+        self._link.release(request)
         shared = request.handle.num_tokens // self._page_size
         self._prefix.unlock(request.handle)
         if own := request.pages[shared:]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from headwater.errors import EngineDeadError, EngineError
 
-MAX_HEADER_BYTES = 1 << 20
+MAX_HEADER_BYTES = 16 << 20
 MAX_ARRAY_BYTES = 1 << 30
 _LENGTH = struct.Struct("<I")
 _DTYPES: dict[str, np.dtype[Any]] = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}

@@ -208,11 +208,11 @@ class Saver:
             self._save_late()
 
     def end_step(self) -> None:
-        """The step is over. Chunks that were begun and of which no layer was announced (in a CUDA graph nobody can)
-        are taken now, all layers at once."""
-        untold = [job for job in self._open if not job.num_layers]
-        self._end([job for job in self._open if job.num_layers])
-        self._open = []
+        """The step is over. Layers that were not announced (in a CUDA graph nobody can) are taken now, all at once where
+        none was."""
+        while self._open and self._open[0].num_layers:
+            self.layer_done(self._shard.layers[self._open[0].num_layers])
+        untold, self._open = self._open, []
         for job in untold:
             self._save_job(job)
         self._save_late()

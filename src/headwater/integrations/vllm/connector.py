@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,15 +24,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from headwater.connector.arrivals import Arrivals
 from headwater.connector.clock import timed
+from headwater.connector.events import Announcements, NoListener
+from headwater.connector.idle import IdleWorker
+from headwater.connector.orders import StepOrders
+from headwater.connector.worker import WorkerSide
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
-from headwater.integrations.vllm.events import Events, NoEvents
-from headwater.integrations.vllm.messages import Greeting, StepOrders, StepReport
+from headwater.integrations.vllm.events import as_vllm_event
+from headwater.integrations.vllm.messages import Greeting, StepMetadata, WorkerMetadata
 from headwater.integrations.vllm.options import read_options, settle_load_mode
-from headwater.integrations.vllm.scheduling import Scheduling
 from headwater.integrations.vllm.startup import SEVERAL_HOSTS, Membership, new_epoch, start_scheduling, start_working
 from headwater.integrations.vllm.stats import HeadwaterPromMetrics, HeadwaterStats, Reporter
-from headwater.integrations.vllm.working import Idle, Working
+from headwater.integrations.vllm.steps import NULL_BLOCK, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,12 +63,14 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = settle_load_mode(
             read_options(transfer.kv_connector_extra_config, transfer.kv_role), vllm_config.max_concurrent_batches
         )
-        self._is_async = self._options.connector.load_mode == "async"
         self._member: Membership | None = None
-        self._scheduling: Scheduling | None = None
-        self._working: Working | Idle = Idle("its caches are not there yet", 1, self._options.connector.load_mode)
+        self._steps: Steps | None = None
+        self._worker: WorkerSide | IdleWorker = IdleWorker("its caches are not there yet", Arrivals(1, NULL_BLOCK))
+        # With micro-batches a layer runs more than once in a step: it is saved when all of them have run.
+        self._saves_layers = not vllm_config.parallel_config.use_ubatching
+        self._layers: dict[str, int] = {}
         events = vllm_config.kv_events_config
-        self._events = Events() if events is not None and events.enable_kv_cache_events else NoEvents()
+        self._events = Announcements() if events is not None and events.enable_kv_cache_events else NoListener()
         self._has_told_home = False
         self._reporter = Reporter()
         self.step_seconds = 0.0
@@ -71,15 +78,13 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._set_failure_policy()
             try:
-                self._scheduling, self._member = start_scheduling(
-                    vllm_config, kv_cache_config, self._options, self._events
-                )
+                self._steps, self._member = start_scheduling(vllm_config, kv_cache_config, self._options, self._events)
             except DeclinedError as error:
                 log.warning("Headwater is off: %s", error)
             except Exception:
                 log.exception("Headwater is off: it could not be started")
 
-    # ---- the scheduler's side -----------------------------------------------------------------------------------
+    # ---- the scheduler side -------------------------------------------------------------------------------------
     @property
     def requires_kv_delivery(self) -> bool:
         """A save that is dropped is a miss for somebody, and nothing more."""
@@ -88,39 +93,39 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt."""
         with self._survive():
-            if self._scheduling is not None:
-                self._scheduling.add(request)
+            if self._steps is not None:
+                self._steps.add(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How much the pool has beyond that, and whether vLLM is to go on without the request meanwhile."""
-        num_new = 0
+        found: tuple[int | None, bool] = 0, False
         with self._survive():
-            if self._scheduling is not None:
-                num_new = self._scheduling.match(request, num_computed_tokens)
-        return num_new, bool(num_new) and self._is_async
+            if self._steps is not None:
+                found = self._steps.match(request, num_computed_tokens)
+        return found
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Order the load."""
-        if self._scheduling is not None and num_external_tokens:
-            self._scheduling.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        if self._steps is not None and num_external_tokens:
+            self._steps.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The orders of this step."""
-        orders, scheduling = StepOrders(), self._scheduling
-        if scheduling is not None:
+        orders, steps = StepOrders(), self._steps
+        if steps is not None:
             with self._survive():
-                orders = scheduling.order(scheduler_output)
-            if self._scheduling is None:
-                orders = scheduling.leave()
-        return orders
+                orders = steps.order(scheduler_output)
+            if self._steps is None:
+                orders = steps.side.leave()
+        return StepMetadata(orders)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Order the last save. Blocks are never held back for it."""
         with self._survive():
-            if self._scheduling is not None:
-                self._scheduling.finish(request, block_ids[0])
+            if self._steps is not None:
+                self._steps.finish(request, block_ids[0])
         return False, None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -129,14 +134,16 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear what the workers did."""
-        report = connector_output.kv_connector_worker_meta
-        if self._scheduling is None:
+        told = connector_output.kv_connector_worker_meta
+        report = told.report if isinstance(told, WorkerMetadata) else None
+        if self._steps is None:
             return
-        if isinstance(report, StepReport) and (report.declined or not self._is_home_of(report.homes)):
-            self._switch_off(report.declined or SEVERAL_HOSTS)
+        homes = told.homes if isinstance(told, WorkerMetadata) else frozenset()
+        if (report is not None and report.declined) or not self._is_home_of(homes):
+            self._switch_off((report.declined if report is not None else "") or SEVERAL_HOSTS)
             return
         with self._survive():
-            self._scheduling.hear(report, connector_output.invalid_block_ids or set())
+            self._steps.hear(report, connector_output.invalid_block_ids or set())
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -148,19 +155,19 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         pool = self._options.connector.pool
         greetings = [given for given in metadata.values() if isinstance(given, Greeting) and given.pool == pool]
         declined = next((greeting.declined for greeting in greetings if greeting.declined), "")
-        if self._scheduling is not None and (declined or not self._is_home_of({given.home for given in greetings})):
+        if self._steps is not None and (declined or not self._is_home_of({given.home for given in greetings})):
             self._switch_off(declined or SEVERAL_HOSTS)
 
     def reset_cache(self) -> bool | None:
         """Begin an epoch of this server's own: nobody else's chunks are touched, and none of them is used again."""
         with self._survive():
-            if self._scheduling is not None and self._member is not None:
-                self._scheduling.start_epoch(self._member.space(new_epoch()))
+            if self._steps is not None and self._member is not None:
+                self._steps.start_epoch(self._member.space(new_epoch()))
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Chunks that can be found now, and some that are gone."""
-        return self._events.take()
+        return [as_vllm_event(event) for event in self._events.take()]
 
     @contextmanager
     def _survive(self) -> Iterator[None]:
@@ -171,12 +178,12 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             log.exception("Headwater fails, and is left")
             self._switch_off(f"{type(error).__name__}: {error}")
 
-    def _is_home_of(self, homes: set[str]) -> bool:
+    def _is_home_of(self, homes: AbstractSet[str]) -> bool:
         return self._member is None or homes <= {self._member.pool.home}
 
     def _switch_off(self, reason: str) -> None:
         log.warning("Headwater is off: %s", reason)
-        self._scheduling = None
+        self._steps = None
 
     def _set_failure_policy(self) -> None:
         """vLLM fails requests whose load failed unless it is told otherwise; a pool's failure is only a miss."""
@@ -192,11 +199,11 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         transfer.kv_load_failure_policy = "recompute"
         log.info("Headwater: kv_load_failure_policy is set to recompute: what the pool cannot give is computed")
 
-    # ---- a worker's side ----------------------------------------------------------------------------------------
+    # ---- the worker side ----------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Prove where the KV lies, and join the pool."""
         try:
-            self._working, self._member = start_working(
+            self._worker, self._member = start_working(
                 self._vllm_config, self._kv_cache_config, self._options, kv_caches
             )
         except DeclinedError as error:
@@ -208,81 +215,97 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def _decline(self, reason: str) -> None:
         log.warning("Headwater is off in this worker: %s", reason)
         groups = self._kv_cache_config.kv_cache_groups
-        size = groups[0].kv_cache_spec.block_size if groups else 1
-        self._working = Idle(reason, size, self._options.connector.load_mode)
+        arrivals = Arrivals(groups[0].kv_cache_spec.block_size if groups else 1, NULL_BLOCK)
+        if isinstance(self._worker, WorkerSide):
+            arrivals = self._worker.leave()
+        self._worker = IdleWorker(reason, arrivals)
+
+    @contextmanager
+    def _survive_in_worker(self) -> Iterator[None]:
+        """What goes wrong inside ends this worker's part in the pool, and not vLLM."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("Headwater fails in this worker, and is left")
+            self._decline(f"{type(error).__name__}: {error}")
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Whether this worker takes part, and where its pool is."""
-        declined = self._working.reason if isinstance(self._working, Idle) else ""
+        declined = self._worker.reason if isinstance(self._worker, IdleWorker) else ""
         return Greeting(self._options.connector.pool, declined, self._member.pool.home if self._member else "")
 
     @timed
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """The first thing of every step: take what is to be saved, before anything is written."""
-        assert isinstance(kv_connector_metadata, StepOrders)
-        orders, working = kv_connector_metadata, self._working
-        try:
-            if self._member is not None and isinstance(working, Working) and orders.epoch not in (None, working.epoch):
-                working.enter(self._member.space(orders.epoch))
-            working.save(orders)
-        except Exception as error:
-            log.exception("Headwater fails in this worker, and is left")
-            self._decline(f"{type(error).__name__}: {error}")
-            if isinstance(working, Working) and isinstance(self._working, Idle):
-                self._working.take_over(working.give_up())
+        """The first thing of every step: take what is to be saved before anything is written."""
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        with self._survive_in_worker():
+            self._worker.start_step(kv_connector_metadata.orders)
 
     @timed
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start the loads."""
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
-        self._working.load(orders)
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        with self._survive_in_worker():
+            self._worker.start_loads(metadata.orders)
 
     @timed
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for one layer, where loads go along with the step."""
-        from vllm.model_executor.models.utils import extract_layer_index
+        with self._survive_in_worker():
+            self._worker.before_layer(self._layer(layer_name))
 
-        self._working.wait_layer(extract_layer_index(layer_name))
-
+    @timed
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Saves are taken with the next step."""
+        """Save one layer, where the step's KV is to be saved."""
+        if self._saves_layers:
+            with self._survive_in_worker():
+                self._worker.after_layer(self._layer(layer_name))
 
     @timed
     def wait_for_save(self) -> None:
-        """Nothing is under way that a block would have to wait for."""
-        self._working.end_step()
+        """The end of every step: save layers that were not announced, as in a step that is one CUDA graph."""
+        with self._survive_in_worker():
+            if sys.exception() is None:
+                self._worker.end_step()
+            else:  # vLLM calls this also where the forward pass has failed
+                self._worker.discard()
 
     @timed
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that have ended."""
-        return KVConnectorTransferResults(finished_recving=self._working.take_finished())
+        """Loads that have ended, of requests that wait for them outside the batch."""
+        return KVConnectorTransferResults(finished_recving=self._worker.take_finished())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that vLLM has to compute."""
-        return self._working.take_errors()
+        return self._worker.take_failed_blocks()
 
-    def build_connector_worker_meta(self) -> StepReport | None:
-        """What the scheduler's side should know."""
-        report = self._working.take_report()
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """What the scheduler side should know."""
+        report, homes = self._worker.take_report(), frozenset[str]()
         if not self._has_told_home and self._member is not None:
-            report = report or StepReport()
-            report.homes.add(self._member.pool.home)
-            self._has_told_home = True
-        return report
+            homes, self._has_told_home = frozenset([self._member.pool.home]), True
+        return WorkerMetadata(report, homes) if report or homes else None
+
+    def _layer(self, layer_name: str) -> int:
+        if (layer := self._layers.get(layer_name)) is None:
+            from vllm.model_executor.models.utils import extract_layer_index
+
+            layer = self._layers[layer_name] = extract_layer_index(layer_name)
+        return layer
 
     def get_kv_connector_stats(self) -> HeadwaterStats | None:
-        """What has been counted since the last call: bytes by the workers, tokens by the scheduler's side, and now and
+        """What has been counted since the last call: bytes by the workers, tokens by the scheduler side, and now and
         then the pool's own figures."""
         figures = None if self._member is None else self._member.figures
         if self.role == KVConnectorRole.WORKER:
-            moved = replace(self._working.stats(), step_seconds=self.step_seconds)
-            return self._reporter.worker(moved, self._working.take_load_times(), figures)
-        return None if self._scheduling is None else self._reporter.scheduler(self._scheduling.counts.stats(), figures)
+            moved = replace(self._worker.stats(), step_seconds=self.step_seconds)
+            return self._reporter.worker(moved, self._worker.take_load_times(), figures)
+        return None if self._steps is None else self._reporter.scheduler(self._steps.side.counts.stats(), figures)
 
     def shutdown(self) -> None:
         """Finish what is being saved."""
-        self._working.close()
+        self._worker.close()
 
     # ---- what vLLM asks of the class ----------------------------------------------------------------------------
     @classmethod

@@ -1,109 +1,28 @@
-"""KV events for the pool's chunks, for routers that want to know which prefixes a server can have without computing.
-
-A chunk is announced when it can be found, which is when the last rank's part of it is in; that one of them is gone
-is noticed by looking at some of those announced from time to time. Only the scheduler's side does this.
+"""The pool's chunks as vLLM's KV events, for routers that want to know which prefixes a server can have without
+computing. Only the scheduler side does this; `connector/events` says when a chunk is announced.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 
-from headwater.kv.hashing import ChunkRef
-from headwater.pool.space import Space
+from headwater.connector.events import ChunksRemoved, ChunkStored
 
 OWNERSHIP = "headwater"
-GIVE_UP_S = 30.0
-"""A chunk that cannot be found so long after it was ordered was dropped somewhere."""
-LOOK_EVERY_S = 0.05
-SWEEP_EVERY_S = 1.0
-SWEEP_CHUNKS = 1024
-MAX_ANNOUNCED = 1 << 17
 
 
-class _Saved(NamedTuple):
-    space: Space
-    chunk: ChunkRef
-    token_ids: list[int]
-    lora_name: str | None
-    since: float
-
-
-class Events:
-    """What was announced, and what is about to be. Bounded: the oldest announcements are forgotten."""
-
-    def __init__(self) -> None:
-        self._pending: deque[_Saved] = deque(maxlen=MAX_ANNOUNCED)
-        self._announced: dict[bytes, tuple[Space, ChunkRef]] = {}
-        self._next_look = self._next_sweep = 0.0
-
-    def saved(self, space: Space, chunks: Sequence[ChunkRef], tokens: Sequence[int], lora_name: str | None) -> None:
-        """These chunks are on their way to the pool. `tokens` are the request's, from its first on."""
-        now = time.monotonic()
-        for chunk in chunks:
-            if chunk.key not in self._announced:
-                token_ids = list(tokens[chunk.first_token : chunk.first_token + chunk.num_tokens])
-                self._pending.append(_Saved(space, chunk, token_ids, lora_name, now))
-
-    def take(self) -> list[KVCacheEvent]:
-        """What has happened since the last call. Costs nothing most of the time."""
-        now, found = time.monotonic(), list[KVCacheEvent]()
-        if self._pending and now >= self._next_look:
-            self._next_look = now + LOOK_EVERY_S
-            found += self._stored(now)
-        if self._announced and now >= self._next_sweep:
-            self._next_sweep = now + SWEEP_EVERY_S
-            found += self._removed()
-        return found
-
-    def _stored(self, now: float) -> Iterator[KVCacheEvent]:
-        for _ in range(len(self._pending)):
-            saved = self._pending.popleft()
-            chunk = saved.chunk
-            if not saved.space.exists([chunk])[0]:
-                if now - saved.since < GIVE_UP_S:
-                    self._pending.append(saved)
-                continue
-            if chunk.key in self._announced:
-                continue
-            self._announced[chunk.key] = (saved.space, chunk)
-            while len(self._announced) > MAX_ANNOUNCED:
-                del self._announced[next(iter(self._announced))]
-            yield BlockStored(
-                block_hashes=[chunk.key],
-                parent_block_hash=chunk.parent if chunk.number else None,
-                token_ids=saved.token_ids,
-                block_size=chunk.num_tokens,
-                lora_id=None,
-                medium=MEDIUM_STORAGE,
-                lora_name=saved.lora_name,
-                ownership=OWNERSHIP,
-            )
-
-    def _removed(self) -> Iterator[KVCacheEvent]:
-        """Look at the oldest ones; those that are still there become the newest."""
-        keys = [key for key, _ in zip(self._announced, range(SWEEP_CHUNKS), strict=False)]
-        gone = []
-        for key in keys:
-            space, chunk = self._announced.pop(key)
-            if space.exists([chunk])[0]:
-                self._announced[key] = (space, chunk)
-            else:
-                gone.append(key)
-        if gone:
-            yield BlockRemoved(block_hashes=list(gone), medium=MEDIUM_STORAGE, ownership=OWNERSHIP)
-
-
-class NoEvents:
-    """The null object: nobody listens."""
-
-    def saved(self, space: Space, chunks: Sequence[ChunkRef], tokens: Sequence[int], lora_name: str | None) -> None:
-        """Nothing to remember."""
-
-    def take(self) -> list[KVCacheEvent]:
-        """Nothing to tell."""
-        return []
+def as_vllm_event(event: ChunkStored | ChunksRemoved) -> KVCacheEvent:
+    """One event in vLLM's words; a chunk is a block there."""
+    if isinstance(event, ChunksRemoved):
+        return BlockRemoved(block_hashes=list(event.keys), medium=MEDIUM_STORAGE, ownership=OWNERSHIP)
+    chunk = event.chunk
+    return BlockStored(
+        block_hashes=[chunk.key],
+        parent_block_hash=chunk.parent if chunk.number else None,
+        token_ids=event.token_ids,
+        block_size=chunk.num_tokens,
+        lora_id=None,
+        medium=MEDIUM_STORAGE,
+        lora_name=event.label,
+        ownership=OWNERSHIP,
+    )

@@ -9,22 +9,15 @@ from __future__ import annotations
 import hashlib
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from headwater.connector.tracker import Inputs
 from headwater.errors import HeadwaterError
 from headwater.kv.checkpoint import digest_checkpoint
 from headwater.kv.hashing import Extra
 
 MAX_TENANT_BYTES = 1024
 _ADAPTER_CONFIGS = ("adapter_config.json",)
-
-
-class Inputs(NamedTuple):
-    """As `SchedulerHalf.begin` wants them."""
-
-    tenant: bytes = b""
-    adapter: bytes = b""
-    extras: tuple[Extra, ...] = ()
 
 
 class Adapters:

@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other in every step. vLLM carries it between its own processes."""
+"""Orders and reports in vLLM's own classes: it carries them between its processes with every step."""
 
 from __future__ import annotations
 
@@ -10,63 +10,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from headwater.connector.jobs import Job
-
-
-@dataclass(frozen=True)
-class SaveOrder:
-    """Chunks to save, and whose they are."""
-
-    job: Job
-    tenant: bytes
-    adapter: bytes
-
-
-@dataclass(frozen=True)
-class LoadOrder:
-    """Chunks to load. Tokens before `num_local` are there already."""
-
-    job: Job
-    num_local: int
-    tenant: bytes = b""
-    adapter: bytes = b""
+from headwater.connector.orders import StepOrders, StepReport
 
 
 @dataclass
-class StepOrders(KVConnectorMetadata):
-    """One step, from the scheduler's side to all workers."""
+class StepMetadata(KVConnectorMetadata):
+    """One step, from the scheduler side to all workers."""
 
-    epoch: int | None = None
-    """None: as before."""
-    saves: list[SaveOrder] = field(default_factory=list)
-    """To be taken before the step computes anything: their blocks may be others' from then on."""
-    loads: list[LoadOrder] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
-    is_idle: bool = False
-    """Nothing is computed in this step."""
-    wrong_blocks: frozenset[int] = frozenset()
-    """Blocks that the step takes for computed and that are not: to be reported like those of a failed load."""
+    orders: StepOrders = field(default_factory=StepOrders)
 
 
 @dataclass
-class StepReport(KVConnectorWorkerMetadata):
-    """One step, from the workers to the scheduler's side."""
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """One step, from the workers to the scheduler side."""
 
-    num_chunks: dict[str, list[int]] = field(default_factory=dict)
-    """Loads that ended: for each rank that is done, how many chunks are in place."""
-    declined: str = ""
-    """Why a worker does not take part, if one does not."""
-    homes: set[str] = field(default_factory=set)
+    report: StepReport
+    homes: frozenset[str] = frozenset()
     """`Pool.home` of the workers, in the first report of each."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """The reports of two ranks as one."""
-        assert isinstance(other, StepReport)
-        for request_id, counts in other.num_chunks.items():
-            self.num_chunks.setdefault(request_id, []).extend(counts)
-        self.declined = self.declined or other.declined
-        self.homes |= other.homes
-        return self
+        assert isinstance(other, WorkerMetadata)
+        return WorkerMetadata(self.report.merged(other.report), self.homes | other.homes)
 
 
 @dataclass

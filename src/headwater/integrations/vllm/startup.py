@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.connector.worker import DEFAULT_STAGING_BYTES
+from headwater.connector.events import Listener
+from headwater.connector.scheduler import SchedulerSide
+from headwater.connector.worker import DEFAULT_STAGING_BYTES, WorkerSide
 from headwater.errors import HeadwaterError, StoreError
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
-from headwater.integrations.vllm.events import Events, NoEvents
 from headwater.integrations.vllm.identity import name_weights, server_identity, server_spec, writer_group
 from headwater.integrations.vllm.layout import layer_tensors
 from headwater.integrations.vllm.options import Options
 from headwater.integrations.vllm.probe import prove_view
-from headwater.integrations.vllm.scheduling import Scheduling
 from headwater.integrations.vllm.stats import PoolFigures
-from headwater.integrations.vllm.working import Working
+from headwater.integrations.vllm.steps import NULL_BLOCK, Steps
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology
@@ -90,26 +93,27 @@ def check_hosts(parallel: Any) -> None:
         )
 
 
-def start_scheduling(
-    config: Any, cache: Any, options: Options, events: Events | NoEvents
-) -> tuple[Scheduling, Membership]:
-    """The scheduler's side. Raises DeclinedError."""
+def start_scheduling(config: Any, cache: Any, options: Options, listener: Listener) -> tuple[Steps, Membership]:
+    """The scheduler side. Raises DeclinedError."""
     check_hosts(config.parallel_config)
     member = join(config, cache, options, name_weights(config, options), is_first=False)
-    scheduling = Scheduling(
+    side = SchedulerSide(
         member.space(member.identity.epoch),
         options.connector,
-        events,
         block_size=_block_size(cache),
         num_ranks=config.parallel_config.world_size,
-        hashes_inputs=_hashes_inputs(config),
+        dummy_block=NULL_BLOCK,
+        listener=listener,
+        log=log,
     )
     log.info("Headwater: %s shares KV of %s", find_pool(options.connector.pool), member.identity)
-    return scheduling, member
+    return Steps(side, hashes_inputs=_hashes_inputs(config)), member
 
 
-def start_working(config: Any, cache: Any, options: Options, kv_caches: dict[str, Any]) -> tuple[Working, Membership]:
-    """A worker's side, once its caches are there. All ranks call it together. Raises DeclinedError."""
+def start_working(
+    config: Any, cache: Any, options: Options, kv_caches: dict[str, Any]
+) -> tuple[WorkerSide, Membership]:
+    """A worker side, once its caches are there. All ranks call it together. Raises DeclinedError."""
     check_hosts(config.parallel_config)
     weights = _weights_of_all_ranks(config, options)
     spec = server_spec(config, cache)
@@ -118,10 +122,17 @@ def start_working(config: Any, cache: Any, options: Options, kv_caches: dict[str
     attention = [config.compilation_config.static_forward_context[name] for name in names]
     view = prove_view(spec, shard, tensors, layers, attention)
     member = join(config, cache, options, weights, is_first=True)
-    connector = replace(options.connector, staging_bytes=_staging_bytes(config, options, shard, view))
-    working = Working(connector, shard, view, block_size=_block_size(cache))
-    working.enter(member.space(member.identity.epoch))
-    return working, member
+    side = WorkerSide(
+        member.space(member.identity.epoch),
+        view,
+        shard,
+        replace(options.connector, staging_bytes=_staging_bytes(config, options, shard, view)),
+        block_size=_block_size(cache),
+        dummy_block=NULL_BLOCK,
+        open_space=member.space,
+        starting=_all_cores,
+    )
+    return side, member
 
 
 def new_epoch() -> int:
@@ -189,3 +200,23 @@ def _shard(config: Any, spec: KVSpec, layers: range) -> Shard:
         return replace(topology.shard(spec, tp_rank=get_tp_group().rank_in_group), layers=layers)
     except HeadwaterError as error:
         raise DeclinedError(f"this parallel layout is not supported: {error}") from error
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Threads that are started inside may run on every core that this process has.
+
+    vLLM ties the threads of its CPU workers to a core each, and new threads inherit that of the one that starts them.
+    """
+    own = os.sched_getaffinity(0)
+    cores = set(own)
+    for task in os.listdir("/proc/self/task"):
+        try:
+            cores |= os.sched_getaffinity(int(task))
+        except OSError:
+            continue  # the thread has ended
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)

@@ -1,15 +1,17 @@
-"""Blocks whose KV is not what vLLM takes it for.
+"""Blocks whose KV is not what the engine takes it for.
 
-Where a load goes along with the step that needs it, vLLM counts its tokens as computed, and lets others share its
-blocks, before anybody knows whether it succeeds. After a failure it takes the request back, and expects it to compute
-the blocks again; if the request is aborted or preempted before it has, or computes them in several steps, others would
-read what is not there. So what is wrong is remembered here until it has been computed, nothing of it is saved, and
-whoever is about to use it is taken back in turn.
+Where a load goes along with the step that needs it, an engine may count its tokens as computed, and share its blocks,
+before the load is known to have succeeded (vLLM does). After a failure it takes the request back, and expects it to
+compute the blocks again; if the request is aborted or preempted before that, or computes them in several steps, other
+requests would read wrong KV. So wrong blocks are remembered here until they have been computed: nothing of them is
+saved, and a request that is about to use them is taken back in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+
+from headwater.connector.tracker import BlockIds
 
 
 class Spoiled:
@@ -24,13 +26,13 @@ class Spoiled:
 
     def add(self, block_ids: Iterable[int]) -> None:
         """Nothing in these blocks is right."""
-        self._num_right.update(dict.fromkeys(block_ids, 0))
+        self._num_right.update(dict.fromkeys([int(block) for block in block_ids], 0))
 
     def touches(self, block_ids: Iterable[int]) -> bool:
         """Whether one of these blocks is spoiled."""
         return not self._num_right.keys().isdisjoint(block_ids)
 
-    def num_right(self, block_ids: Sequence[int], num_computed: int) -> int:
+    def num_right(self, block_ids: BlockIds, num_computed: int) -> int:
         """How many of a request's first `num_computed` tokens are right, counted from the first."""
         for number, block in enumerate(block_ids[: -(-num_computed // self._block_size)]):
             first = number * self._block_size
@@ -39,13 +41,13 @@ class Spoiled:
                 return right
         return num_computed
 
-    def wrong(self, block_ids: Sequence[int], num_computed: int) -> set[int]:
-        """The first block that a request is about to read wrong tokens from, if there is one: vLLM takes it back to
-        there."""
+    def wrong(self, block_ids: BlockIds, num_computed: int) -> set[int]:
+        """The first block that a request is about to read wrong tokens from, if there is one: the engine takes it back
+        to there."""
         right = self.num_right(block_ids, num_computed)
-        return {block_ids[right // self._block_size]} if right < num_computed else set()
+        return {int(block_ids[right // self._block_size])} if right < num_computed else set()
 
-    def rewrite(self, block_ids: Sequence[int], start: int, end: int) -> None:
+    def rewrite(self, block_ids: BlockIds, start: int, end: int) -> None:
         """Tokens `start` to `end` of a request are computed now, from what is right."""
         size = self._block_size
         for number in range(start // size, min(-(-end // size), len(block_ids))):

@@ -1,0 +1,125 @@
+"""What the pool has for a request, whether it is near enough to be loaded now, and how the request is to wait for it.
+
+A match whose chunks are not all in the first tier starts a fetch. Until that has ended the request holds no blocks, and
+the engine is told to ask again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headwater.connector.asker import Asker
+from headwater.connector.config import ConnectorConfig
+from headwater.connector.fetches import Fetches
+from headwater.connector.orders import ASYNC
+from headwater.connector.tracker import Tracked
+from headwater.kv.hashing import ChunkRef
+from headwater.pool.match import Match
+
+
+class LoadPlan(NamedTuple):
+    """What can be loaded: so many tokens beyond those that the engine has, and how the request waits for them."""
+
+    num_tokens: int
+    mode: str
+
+
+NOTHING = LoadPlan(0, ASYNC)
+
+
+class Finder:
+    """Looks up, fetches and leases for one scheduler side. Its thread calls it."""
+
+    def __init__(self, lookup_s: float, config: ConnectorConfig) -> None:
+        self._config = config
+        self._asker = Asker(lookup_s)
+        self.fetches = Fetches(config.load_deadline_s)
+
+    def find(self, tracked: Tracked, num_local: int) -> LoadPlan | None:
+        """What can be loaded beyond the `num_local` tokens that the engine has; None while it is being fetched.
+
+        Cost: hashing what is new of the tokens, and a few microseconds a chunk; where the pool's index is not on this
+        host, what `asker` allows at most. Asked again, it looks again, unless a fetch is under way.
+        """
+        tracked.num_local = tracked.num_explained = num_local
+        if not self._config.loads or tracked.inputs is None or not tracked.may_load:
+            return NOTHING
+        if tracked.is_queued and self.fetches.is_full:
+            return None
+        if tracked.match is None or (tracked.ticket is None and not tracked.is_queued):
+            tracked.match = self._look_up(tracked)
+        wanted = tuple(c for c in tracked.match.chunks if c.first_token + c.num_tokens > num_local)
+        if self._num_new(tracked, wanted) and tracked.ticket is None and not self._fetch(tracked, wanted):
+            return None
+        if tracked.ticket is not None and not tracked.ticket.is_over:
+            return None
+        return self._plan(tracked, wanted)
+
+    def _look_up(self, tracked: Tracked) -> Match:
+        num_tokens = len(tracked.tokens)
+        tracked.extend_keys(num_tokens)
+        space, inputs = tracked.space, tracked.inputs
+        # Named again: between two questions of one request, the space may have seen many other tenants.
+        if inputs is not None and (inputs.tenant or inputs.adapter):
+            space.root(tenant=inputs.tenant, adapter=inputs.adapter)
+        return self._asker.ask(lambda: space.match(tracked.keys, max_tokens=num_tokens), Match(()))
+
+    def _num_new(self, tracked: Tracked, wanted: Sequence[ChunkRef]) -> int:
+        """Tokens that a load of these chunks spares the engine; 0 where that is not worth a load. The last token of a
+        request is computed in any case: the next one is sampled from it."""
+        if not wanted:
+            return 0
+        end = wanted[-1].first_token + wanted[-1].num_tokens
+        num_new = min(end, len(tracked.tokens) - 1) - tracked.num_local
+        return num_new if num_new >= self._config.min_load_tokens else 0
+
+    def _fetch(self, tracked: Tracked, wanted: Sequence[ChunkRef]) -> bool:
+        """Begin a fetch if one is needed; False where it is needed and has to wait for its turn."""
+        if self.fetches.is_full and not all(self.exist(tracked, wanted)):
+            tracked.is_queued = True
+            return False
+        tracked.is_queued = False
+        tracked.ticket = self.fetches.begin(tracked.space, wanted)
+        return True
+
+    def _plan(self, tracked: Tracked, wanted: tuple[ChunkRef, ...]) -> LoadPlan:
+        ticket, mode = tracked.ticket, self._config.load_mode
+        if ticket is not None:
+            num_kept = ticket.num_kept(wanted)
+            if ticket.is_late:  # slower than computing it may take: go ahead with what there is
+                wanted = wanted[:num_kept]
+            if num_kept < len(wanted):  # the rest is read from further down, and a step must not wait for that
+                mode = ASYNC
+        num_new = self._num_new(tracked, wanted)
+        if not num_new:
+            if ticket is not None and ticket.is_late:
+                tracked.may_load = False  # asked again, it would wait as long again
+            self.drop_fetch(tracked)
+            return NOTHING
+        tracked.wanted, tracked.mode = wanted, mode
+        return LoadPlan(num_new, mode)
+
+    def drop_fetch(self, tracked: Tracked) -> None:
+        """The request needs nothing more of lower tiers. Idempotent."""
+        ticket, tracked.ticket, tracked.is_queued = tracked.ticket, None, False
+        if ticket is not None:
+            ticket.release()
+
+    def lease(self, tracked: Tracked) -> None:
+        """Keep what is to be loaded from eviction."""
+        space, match = tracked.space, Match(tracked.wanted)
+        tracked.is_leased = True
+        self._asker.ask(lambda: space.lease(match, tracked.request_id), None)
+
+    def release(self, tracked: Tracked) -> None:
+        """End the request's lease and fetch. Idempotent."""
+        self.drop_fetch(tracked)
+        if tracked.is_leased:
+            tracked.is_leased = False
+            space, request_id = tracked.space, tracked.request_id
+            self._asker.tell(lambda: space.release(request_id))
+
+    def exist(self, tracked: Tracked, chunks: Sequence[ChunkRef]) -> list[bool]:
+        """Whether each chunk is in the first tier; none where the pool cannot be asked."""
+        return self._asker.ask(lambda: tracked.space.exists(chunks), [False] * len(chunks))

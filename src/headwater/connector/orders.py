@@ -1,0 +1,124 @@
+"""The protocol between an engine and the pool: orders down with every step, a report back up. Plain data.
+
+The scheduler side makes `StepOrders`, every worker side executes them and answers with a `StepReport`. An engine may
+carry both in any way it has; `wire` gives them a bounded form that is never unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater.connector.config import LOAD_MODES
+from headwater.kv.hashing import ChunkRef
+
+ASYNC, LAYERWISE, BLOCKING = LOAD_MODES
+
+
+class JobGroup(NamedTuple):
+    """Consecutive chunks of one group of layers, and the request's blocks of that group from its first token on."""
+
+    chunks: tuple[ChunkRef, ...]
+    block_ids: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is moved for one request: one entry per group of layers, and today there is one group."""
+
+    request_id: str
+    groups: tuple[JobGroup, ...]
+
+    @classmethod
+    def of(cls, request_id: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> Job:
+        """The job of a model whose layers form one group."""
+        return cls(request_id, (JobGroup(tuple(chunks), block_ids),))
+
+    @property
+    def chunks(self) -> tuple[ChunkRef, ...]:
+        """The chunks of the only group."""
+        return self.groups[0].chunks
+
+    @property
+    def block_ids(self) -> npt.NDArray[np.int32]:
+        """The blocks of the only group."""
+        return self.groups[0].block_ids
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """Chunks to save, and whose they are."""
+
+    job: Job
+    tenant: bytes = b""
+    adapter: bytes = b""
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """Chunks to load. The KV of the first `num_local` tokens is there already."""
+
+    job: Job
+    num_local: int = 0
+    tenant: bytes = b""
+    adapter: bytes = b""
+    mode: str = ASYNC
+
+    def failed_blocks(self, num_chunks: int, block_size: int, dummy_block: int) -> set[int]:
+        """The blocks that do not hold what they should when only the first `num_chunks` chunks are in place."""
+        if num_chunks >= len(self.job.chunks):
+            return set()
+        first = max(self.num_local, self.job.chunks[num_chunks].first_token)
+        return set(self.job.block_ids[first // block_size :].tolist()) - {dummy_block}
+
+
+@dataclass(frozen=True)
+class StepOrders:
+    """One step, from the scheduler side to every worker side."""
+
+    epoch: int | None = None
+    """The state of the weights whose KV is meant; None: as before."""
+    before: tuple[SaveOrder, ...] = ()
+    """Saves to be taken before the step writes anything: their blocks may belong to others from then on."""
+    during: tuple[SaveOrder, ...] = ()
+    """Saves of what the step itself computes, to be taken layer by layer or at its end."""
+    loads: tuple[LoadOrder, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    """Requests whose load nobody waits for any more."""
+    wrong_blocks: frozenset[int] = frozenset()
+    """Blocks that the step takes for computed and that are not: to be reported like those of a failed load."""
+    is_idle: bool = False
+    """Nothing is computed in this step, so that it may wait for a load."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a worker side has nothing to do."""
+        return not (self.before or self.during or self.loads or self.cancelled or self.wrong_blocks)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What happened since the last report, from one worker side, or from several after `merged`."""
+
+    ended: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Loads that have ended: by request, how many chunks each rank that is done has in place."""
+    unsaved: dict[str, int] = field(default_factory=dict)
+    """By request: the first token whose chunk was not saved, for want of room in staging or in the pool."""
+    declined: str = ""
+    """Why a worker side does not take part, if one does not."""
+
+    def __bool__(self) -> bool:
+        return bool(self.ended or self.unsaved or self.declined)
+
+    def merged(self, other: StepReport) -> StepReport:
+        """Two reports as one."""
+        ended, unsaved = dict(self.ended), dict(self.unsaved)
+        for request_id, counts in other.ended.items():
+            ended[request_id] = ended.get(request_id, ()) + counts
+        for request_id, first_token in other.unsaved.items():
+            unsaved[request_id] = min(first_token, unsaved.get(request_id, first_token))
+        return StepReport(ended, unsaved, self.declined or other.declined)

@@ -1,0 +1,154 @@
+"""Orders and reports as JSON data and integer arrays, for ranks that talk over sockets. Bounded, and never unpickled.
+
+Keys, sizes and block numbers of all jobs travel as four arrays, so that the JSON part stays small however long the
+prompts are. What cannot be orders is an InvalidArgumentError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater.connector.config import LOAD_MODES
+from headwater.connector.orders import Job, JobGroup, LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.errors import InvalidArgumentError
+from headwater.kv.hashing import KEY_BYTES, ChunkRef
+
+MAX_CHUNKS = 1 << 20
+"""In one message: 268 million tokens."""
+WORDS_PER_KEY = KEY_BYTES // 8
+
+Arrays = list[npt.NDArray[Any]]
+Wire = tuple[dict[str, Any], Arrays]
+
+
+def orders_to_wire(orders: StepOrders) -> Wire:
+    """The orders as JSON data and four arrays."""
+    every: list[SaveOrder | LoadOrder] = [*orders.before, *orders.during, *orders.loads]
+    groups = [group for order in every for group in order.job.groups]
+    chunks = [chunk for group in groups for chunk in group.chunks]
+    fields = {
+        "epoch": orders.epoch,
+        "before": [_order_fields(order) for order in orders.before],
+        "during": [_order_fields(order) for order in orders.during],
+        "loads": [_order_fields(order) | {"num_local": order.num_local, "mode": order.mode} for order in orders.loads],
+        "cancelled": list(orders.cancelled),
+        "is_idle": orders.is_idle,
+    }
+    keys = np.frombuffer(b"".join([chunk.key for chunk in chunks]), dtype="<i8").astype(np.int64)
+    sizes = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
+    block_ids = np.concatenate([np.empty(0, np.int32), *(group.block_ids for group in groups)]).astype(np.int32)
+    return fields, [keys, sizes, block_ids, np.array(sorted(orders.wrong_blocks), dtype=np.int32)]
+
+
+def orders_from_wire(fields: dict[str, Any], arrays: Arrays) -> StepOrders:
+    """Read what `orders_to_wire` wrote. Raises InvalidArgumentError for anything else."""
+    try:
+        reader = _Reader(*arrays)
+        orders = StepOrders(
+            epoch=None if fields["epoch"] is None else int(fields["epoch"]),
+            before=tuple(reader.save_orders(fields["before"])),
+            during=tuple(reader.save_orders(fields["during"])),
+            loads=tuple(reader.load_orders(fields["loads"])),
+            cancelled=tuple(str(request_id) for request_id in fields["cancelled"]),
+            wrong_blocks=frozenset(arrays[3].tolist()),
+            is_idle=bool(fields["is_idle"]),
+        )
+        reader.check_end()
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise InvalidArgumentError(f"these are not the orders of a step: {error}") from error
+    return orders
+
+
+def report_to_wire(report: StepReport) -> dict[str, Any]:
+    """The report as JSON data."""
+    ended = {request_id: list(counts) for request_id, counts in report.ended.items()}
+    return {"ended": ended, "unsaved": dict(report.unsaved), "declined": report.declined}
+
+
+def report_from_wire(fields: dict[str, Any]) -> StepReport:
+    """Read what `report_to_wire` wrote. Raises InvalidArgumentError for anything else."""
+    try:
+        ended = {str(key): tuple(int(count) for count in counts) for key, counts in fields["ended"].items()}
+        unsaved = {str(key): int(first) for key, first in fields["unsaved"].items()}
+        return StepReport(ended, unsaved, str(fields["declined"]))
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise InvalidArgumentError(f"this is not the report of a step: {error}") from error
+
+
+def _order_fields(order: SaveOrder | LoadOrder) -> dict[str, Any]:
+    job = order.job
+    return {
+        "request_id": job.request_id,
+        "tenant": order.tenant.hex(),
+        "adapter": order.adapter.hex(),
+        "groups": [_group_fields(group) for group in job.groups],
+    }
+
+
+def _group_fields(group: JobGroup) -> list[Any]:
+    """A chunk's parent is the chunk before it, so that only the first one's is sent."""
+    first = group.chunks[0]
+    place = [first.root.hex(), first.parent.hex(), first.number, first.first_token]
+    return [*place, len(group.chunks), len(group.block_ids)]
+
+
+class _Reader:
+    """Takes the jobs out of the arrays, one after another."""
+
+    def __init__(self, keys: Any, sizes: Any, block_ids: Any, _wrong_blocks: Any) -> None:
+        if len(sizes) > MAX_CHUNKS or len(keys) != len(sizes) * WORDS_PER_KEY:
+            raise ValueError(f"{len(sizes)} chunks with {len(keys)} words of keys")
+        self._keys = keys.astype("<i8").tobytes()
+        self._sizes = sizes.tolist()
+        self._block_ids = block_ids
+        self._num_chunks = self._num_blocks = 0
+
+    def save_orders(self, orders: Iterable[dict[str, Any]]) -> Iterator[SaveOrder]:
+        for fields in orders:
+            yield SaveOrder(self._job(fields), bytes.fromhex(fields["tenant"]), bytes.fromhex(fields["adapter"]))
+
+    def load_orders(self, orders: Iterable[dict[str, Any]]) -> Iterator[LoadOrder]:
+        for fields in orders:
+            mode, tenant, adapter = (
+                str(fields["mode"]),
+                bytes.fromhex(fields["tenant"]),
+                bytes.fromhex(fields["adapter"]),
+            )
+            if mode not in LOAD_MODES:
+                raise ValueError(f"a load of mode {mode!r}")
+            yield LoadOrder(self._job(fields), int(fields["num_local"]), tenant, adapter, mode)
+
+    def check_end(self) -> None:
+        if self._num_chunks != len(self._sizes) or self._num_blocks != len(self._block_ids):
+            raise ValueError("chunks or blocks that belong to no job")
+
+    def _job(self, fields: dict[str, Any]) -> Job:
+        groups = tuple(self._group(*group) for group in fields["groups"])
+        if not groups:
+            raise ValueError("a job without groups")
+        return Job(str(fields["request_id"]), groups)
+
+    def _group(
+        self, root: str, parent: str, number: int, first_token: int, num_chunks: int, num_blocks: int
+    ) -> JobGroup:
+        root_key, key = bytes.fromhex(root), bytes.fromhex(parent)
+        at, end = self._num_chunks, self._num_chunks + int(num_chunks)
+        blocks_end = self._num_blocks + int(num_blocks)
+        if not at < end <= len(self._sizes) or not self._num_blocks <= blocks_end <= len(self._block_ids):
+            raise ValueError(f"a group of {num_chunks} chunks and {num_blocks} blocks")
+        if len(root_key) != KEY_BYTES or len(key) != KEY_BYTES or int(number) < 0 or int(first_token) < 0:
+            raise ValueError("a group that begins nowhere")
+        chunks, token = [], int(first_token)
+        for i, num_tokens in enumerate(self._sizes[at:end]):
+            if num_tokens < 1:
+                raise ValueError(f"a chunk of {num_tokens} tokens")
+            own = self._keys[(at + i) * KEY_BYTES : (at + i + 1) * KEY_BYTES]
+            chunks.append(ChunkRef(own, key, int(number) + i, token, num_tokens, root_key))
+            key, token = own, token + num_tokens
+        block_ids = self._block_ids[self._num_blocks : blocks_end]
+        self._num_chunks, self._num_blocks = end, blocks_end
+        return JobGroup(tuple(chunks), block_ids)

@@ -1,0 +1,122 @@
+"""From vLLM's scheduler to the scheduler side: its requests, its blocks, its steps. Decides nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from headwater.connector.orders import ASYNC, StepOrders, StepReport
+from headwater.connector.scheduler import SchedulerSide
+from headwater.connector.tracker import Inputs, Scheduled
+from headwater.integrations.vllm.inputs import Adapters, request_inputs
+from headwater.pool.space import Space
+
+NULL_BLOCK = 0
+"""vLLM never reads this block: what must not be written elsewhere may be written here."""
+IDLE_WAIT_S = 0.05
+"""How long a step that has nothing to compute waits for KV from a lower tier: then vLLM looks for new requests."""
+MAX_IN_FLIGHT = 64
+
+
+class Steps:
+    """One server's requests, as vLLM's scheduler tells of them. Its thread calls this."""
+
+    def __init__(self, side: SchedulerSide, *, hashes_inputs: bool = True) -> None:
+        """`hashes_inputs`: whether vLLM names images and sounds by their content."""
+        self.side = side
+        self._hashes_inputs = hashes_inputs
+        self._adapters = Adapters()
+        self._requests: dict[str, Any] = {}
+        self._block_ids: dict[str, list[int]] = {}
+        self._in_flight: deque[bool] = deque(maxlen=MAX_IN_FLIGHT)
+        """Whether each step that has not been heard of computes anything."""
+
+    def add(self, request: Any) -> None:
+        """A new request, or one whose id was another's before."""
+        request_id = request.request_id
+        if self._requests.get(request_id) is not request:
+            self._requests[request_id] = request
+            lora = request.lora_request
+            self.side.add(
+                request_id,
+                request.all_token_ids,
+                request.num_prompt_tokens,
+                self._inputs(request),
+                label=lora.lora_name if lora else None,
+            )
+
+    def match(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `num_computed` can be loaded (None: ask again), and whether the request waits for them
+        outside the batch."""
+        self.add(request)
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        plan = self.side.match(request.request_id, num_computed)
+        if plan is None:
+            return None, False
+        return plan.num_tokens, plan.num_tokens > 0 and plan.mode == ASYNC
+
+    def allocated(self, request: Any, block_ids: list[int], num_external: int) -> None:
+        """Blocks for a request, `num_external` tokens of which are to be loaded."""
+        if num_external:
+            self.side.start_load(request.request_id, block_ids)
+
+    def order(self, step: Any) -> StepOrders:
+        """What the workers are to do with this step."""
+        for request_id in step.preempted_req_ids or ():
+            self.side.preempted(request_id)
+        new = self._note_blocks(step)
+        scheduled = [
+            Scheduled(
+                request_id,
+                self._requests[request_id].num_computed_tokens,
+                num_scheduled,
+                self._block_ids[request_id],
+                request_id in new,
+            )
+            for request_id, num_scheduled in step.num_scheduled_tokens.items()
+        ]
+        is_idle = not step.total_num_scheduled_tokens
+        if is_idle and not any(self._in_flight) and not self.side.is_loading:
+            self.side.wait_fetch(IDLE_WAIT_S)
+        self._in_flight.append(not is_idle)
+        return self.side.order(scheduled, is_idle=is_idle)
+
+    def hear(self, report: StepReport | None, invalid_blocks: set[int]) -> None:
+        """What the workers said after a step."""
+        if self._in_flight:
+            self._in_flight.popleft()
+        self.side.hear(report, invalid_blocks)
+
+    def finish(self, request: Any, block_ids: list[int]) -> None:
+        """A request is over; its blocks are its own until the next step."""
+        request_id: str = request.request_id
+        if request_id in self._requests and self._requests[request_id] is request:
+            del self._requests[request_id]
+            self._block_ids.pop(request_id, None)
+            self.side.finish(request_id, request.num_computed_tokens, block_ids)
+
+    def start_epoch(self, space: Space) -> None:
+        """From now on KV of other weights is computed."""
+        self.side.start_epoch(space)
+
+    def _note_blocks(self, step: Any) -> set[str]:
+        """The blocks that requests got for this step; which of them had none before."""
+        new = set[str]()
+        for request in step.scheduled_new_reqs:
+            self._block_ids[request.req_id] = list(request.block_ids[0])
+            new.add(request.req_id)
+        cached = step.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            more = list(block_ids[0]) if block_ids else []
+            if request_id in cached.resumed_req_ids:
+                self._block_ids[request_id] = more
+                new.add(request_id)
+            elif more:
+                self._block_ids[request_id] += more
+        return new
+
+    def _inputs(self, request: Any) -> Inputs | None:
+        if request.mm_features and not self._hashes_inputs:
+            return None
+        return request_inputs(request, self._adapters)

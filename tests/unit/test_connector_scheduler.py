@@ -1,0 +1,679 @@
+"""What the scheduler side orders, step by step, over a real pool and without an engine: above all that nothing is saved
+which may not be the KV of its tokens, that a chain is not broken silently, and that a fetch holds no blocks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the connector needs torch")
+
+from headwater.connector import fetches
+from headwater.connector.config import ConnectorConfig
+from headwater.connector.orders import SaveOrder, StepOrders, StepReport
+from headwater.connector.scheduler import LoadEnd, SchedulerSide
+from headwater.connector.spoiled import Spoiled
+from headwater.connector.tracker import LOG_EVERY_S, RETRIES, RETRY_STEPS, Inputs, Scheduled
+from headwater.errors import StoreError
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import whole_shard
+from headwater.pool.pool import open_pool
+from headwater.pool.space import Space
+
+from support import gqa, identity
+
+BLOCK, CHUNK, DUMMY = 4, 16, 999
+SPEC = gqa(layers=1, heads=1, dim=8)
+SHARD = whole_shard(SPEC)
+MEMORY = "memory://?capacity=16MiB"
+
+Span = tuple[str, int, int]
+
+
+@pytest.fixture
+def space() -> Iterator[Space]:
+    with open_pool(MEMORY) as pool:
+        yield pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+
+
+@dataclass
+class Request:
+    """A request of an engine that does what it is told."""
+
+    name: str
+    tokens: list[int]
+    blocks: list[int]
+    num_prompt: int = 0
+    num_computed: int = 0
+    is_new: bool = True
+
+
+@dataclass
+class Engine:
+    """The scheduler of an engine: tells the side what it schedules."""
+
+    space: Space
+    mode: str = "async"
+    num_ranks: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = ConnectorConfig(pool=MEMORY, load_mode=self.mode, **{"min_load_tokens": 4, **self.settings})
+        self.side = SchedulerSide(self.space, config, block_size=BLOCK, num_ranks=self.num_ranks, dummy_block=DUMMY)
+        self.next_block = 0
+
+    def add(self, name: str, num_tokens: int, *, first: int = 1, blocks: Sequence[int] = ()) -> Request:
+        """A request; `blocks` are shared ones, which come first."""
+        tokens = [*range(first, first + num_tokens)]
+        more = -(-num_tokens // BLOCK) - len(blocks) + 8
+        request = Request(name, tokens, [*blocks, *range(self.next_block, self.next_block + more)], num_tokens)
+        self.next_block += more
+        self.side.add(name, tokens, num_tokens, Inputs())
+        return request
+
+    def load(self, request: Request, num_local: int = 0) -> int:
+        """Load what the pool has; tokens that come, or may be assumed to."""
+        plan = self.side.match(request.name, num_local)
+        assert plan is not None
+        assert plan.num_tokens
+        self.side.start_load(request.name, request.blocks)
+        if plan.mode != "async":
+            request.num_computed = num_local + plan.num_tokens
+        return plan.num_tokens
+
+    def start(self, request: Request, num_local: int = 0) -> None:
+        """Admit a request that loads nothing."""
+        plan = self.side.match(request.name, num_local)
+        assert plan is not None
+        assert not plan.num_tokens
+        request.num_computed = num_local
+
+    def step(self, *scheduled: tuple[Request, int]) -> StepOrders:
+        items = [Scheduled(r.name, r.num_computed, count, r.blocks, r.is_new) for r, count in scheduled]
+        orders = self.side.order(items, is_idle=not items)
+        for request, count in scheduled:
+            request.num_computed += count
+            request.is_new = False
+            while len(request.tokens) <= request.num_computed and request.num_computed >= request.num_prompt:
+                request.tokens.append(5000 + len(request.tokens))  # sampled
+        return orders
+
+    def steps(self, request: Request, count: int) -> list[StepOrders]:
+        return [self.step((request, 1)) for _ in range(count)]
+
+
+def spans(orders: Sequence[SaveOrder]) -> list[Span]:
+    """(Request, first token, end) of every chunk."""
+    return [
+        (order.job.request_id, chunk.first_token, chunk.first_token + chunk.num_tokens)
+        for order in orders
+        for chunk in order.job.chunks
+    ]
+
+
+def fill(space: Space, num_tokens: int, first: int = 1) -> list[ChunkRef]:
+    chunks = space.keys([*range(first, first + num_tokens)]).chunks()
+    space.write(chunks, SHARD, [np.full(space.empty(chunk, SHARD).shape, 7, np.uint8) for chunk in chunks])
+    return chunks
+
+
+# ---- when something is saved --------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_saved_in_the_steps_that_compute_it(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 45)
+    engine.start(a)
+    orders = [engine.step((a, count)) for count in (10, 10, 20, 5, 1)]
+    assert [spans(step.during) for step in orders] == [
+        [],
+        [("a", 0, 16)],
+        [("a", 16, 32)],
+        [("a", 32, 45)],  # a tail that is worth a load
+        [],
+    ]
+    assert not any(step.before for step in orders)
+    assert orders[1].during[0].job.block_ids.tolist() == a.blocks
+
+
+def test_a_tail_that_is_not_worth_a_load_waits_for_its_chunk(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 18)
+    engine.start(a)
+    assert spans(engine.step((a, 18)).during) == [("a", 0, 16)]
+    assert not any(step.before or step.during for step in engine.steps(a, 14))
+    assert spans(engine.step((a, 1)).before) == [("a", 16, 32)]
+
+
+def test_what_is_generated_is_saved_before_a_later_step(space: Space) -> None:
+    """Its tokens are not known when the step that computes their KV is scheduled."""
+    engine = Engine(space)
+    a = engine.add("a", 20)
+    engine.start(a)
+    assert spans(engine.step((a, 20)).during) == [("a", 0, 16), ("a", 16, 20)]
+    saved = {}
+    while a.num_computed < 50:
+        num_computed, orders = a.num_computed, engine.step((a, 1))
+        assert not orders.during
+        if orders.before:
+            saved[num_computed] = spans(orders.before)
+    assert saved == {32: [("a", 16, 32)], 48: [("a", 32, 48)]}
+    engine.side.finish("a", a.num_computed, a.blocks)
+    assert spans(engine.step().before) == [("a", 48, 50)]
+
+
+def test_without_save_decoded_only_prompts_are_saved(space: Space) -> None:
+    engine = Engine(space, settings={"save_decoded": False})
+    a = engine.add("a", 20)
+    engine.start(a)
+    engine.step((a, 20))
+    assert not any(step.before or step.during for step in engine.steps(a, 40))
+    engine.side.finish("a", a.num_computed, a.blocks)
+    assert not engine.step().before
+
+
+def test_a_preempted_request_is_saved_from_its_old_blocks(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 20)
+    engine.start(a)
+    engine.step((a, 20))
+    engine.steps(a, 3)
+    old, a.blocks, a.is_new = a.blocks, [*range(500, 520)], True
+    engine.side.preempted("a")
+    a.num_computed = 0
+    plan = engine.side.match("a", 0)
+    assert plan is not None
+    orders = engine.step((a, 24))
+    assert spans(orders.before) == [("a", 16, 23)]
+    assert orders.before[0].job.block_ids.tolist() == old
+
+
+def test_blocks_that_another_request_computes_in_this_step_are_not_taken_before_it(space: Space) -> None:
+    """An engine may let the second of two equal prompts share blocks that the first computes in the same step."""
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    b = engine.add("b", 40, blocks=a.blocks[:8])
+    engine.start(a)
+    engine.start(b, 32)
+    orders = engine.step((a, 40), (b, 8))
+    assert not orders.before
+    assert spans(orders.during) == [(name, *span) for name in "ab" for span in ((0, 16), (16, 32), (32, 40))]
+
+
+def test_tokens_that_nobody_explains_are_not_saved_before_they_are_used(space: Space) -> None:
+    """Another connector may be loading them in this very step."""
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    engine.start(a)
+    a.num_computed = 32
+    orders = engine.step((a, 8))
+    assert not orders.before
+    assert not orders.during
+    assert spans(engine.step((a, 1)).before) == [("a", 0, 16), ("a", 16, 32), ("a", 32, 40)]
+
+
+# ---- loads that go along with a step ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "blocking"])
+def test_nothing_that_is_built_on_a_load_is_saved_in_the_step_that_loads(space: Space, mode: str) -> None:
+    """Were the load damaged, what the step computes would be wrong, and stored under a right key."""
+    fill(space, 32)
+    engine = Engine(space, mode)
+    a = engine.add("a", 64)
+    shares = engine.add("shares", 64, blocks=a.blocks[:12])
+    shares.tokens[48:] = range(900, 916)  # its own end; blocks 8 to 11 are computed by `a` in this very step
+    alone = engine.add("alone", 32, first=2000)
+    assert engine.load(a) == 32
+    engine.side.match("shares", 48)  # the engine says that it has them
+    shares.num_computed = 48
+    engine.start(alone)
+    orders = engine.step((a, 32), (shares, 16), (alone, 32))
+    assert [load.mode for load in orders.loads] == [mode]
+    assert not orders.before
+    assert spans(orders.during) == [("alone", 0, 16), ("alone", 16, 32)]
+    # The load fails from its second chunk on: everything that came of it is wrong.
+    invalid = set(a.blocks[4:8])
+    assert engine.side.hear(StepReport(ended={"a": (1,)}), invalid) == [LoadEnd("a", 16)]
+    a.num_computed = shares.num_computed = 16
+    orders = engine.step((a, 48), (shares, 48))
+    assert not orders.before
+    assert not orders.during
+    orders = engine.step((a, 1), (shares, 1))
+    wanted = [("a", 32, 48), ("a", 48, 64)]  # the pool here still has the second chunk
+    assert spans(orders.before) == wanted + [("shares", first, end) for _, first, end in wanted]
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "blocking"])
+def test_what_was_loaded_well_is_the_ground_of_saves_from_the_next_step_on(space: Space, mode: str) -> None:
+    fill(space, 32)
+    engine = Engine(space, mode)
+    a = engine.add("a", 64)
+    engine.load(a)
+    assert not engine.step((a, 16)).during
+    engine.side.hear(StepReport(ended={"a": (2,)}))
+    orders = engine.step((a, 16))
+    assert spans(orders.before) == [("a", 32, 48)]
+    assert spans(orders.during) == [("a", 48, 64)]
+
+
+def test_the_shortest_rank_decides(space: Space) -> None:
+    fill(space, 48)
+    engine = Engine(space, num_ranks=3)
+    a = engine.add("a", 64)
+    engine.load(a)
+    engine.step()
+    assert not engine.side.hear(StepReport(ended={"a": (3, 2)}))
+    assert engine.side.is_loading
+    assert engine.side.hear(StepReport(ended={"a": (3,)})) == [LoadEnd("a", 32)]
+    assert not engine.side.is_loading
+    assert engine.side.counts.stats().num_failed_loads == 1
+    a.num_computed = 32
+    assert spans(engine.step((a, 32)).during) == [("a", 48, 64)], "the pool has the third chunk"
+
+
+def test_what_did_not_come_is_saved_when_it_is_computed(space: Space) -> None:
+    chunks = fill(space, 48)
+    engine = Engine(far := fetching(space, None))
+    a = engine.add("a", 64)
+    engine.load(a)
+    engine.step()
+    far.lacks = {chunk.key for chunk in chunks[1:]}  # damaged, and removed
+    assert engine.side.hear(StepReport(ended={"a": (1,)})) == [LoadEnd("a", 16)]
+    a.num_computed = 16
+    assert spans(engine.step((a, 48)).during) == [("a", 16, 32), ("a", 32, 48), ("a", 48, 64)]
+
+
+def test_the_last_token_is_never_loaded(space: Space) -> None:
+    fill(space, 48)
+    engine = Engine(space)
+    a = engine.add("a", 48)
+    assert engine.load(a) == 47
+    (load,) = engine.step().loads
+    assert len(load.job.chunks) == 3
+
+
+def test_blocks_that_the_engine_shares_are_not_written(space: Space) -> None:
+    fill(space, 48)
+    engine = Engine(space)
+    a = engine.add("a", 50)
+    assert engine.load(a, num_local=20) == 28
+    (load,) = engine.step().loads
+    assert load.num_local == 20
+    assert load.job.block_ids.tolist()[:5] == [DUMMY] * 5
+    assert load.job.block_ids.tolist()[5:13] == a.blocks[5:13]
+    assert [chunk.number for chunk in load.job.chunks] == [1, 2]
+    assert load.failed_blocks(0, BLOCK, DUMMY) == set(a.blocks[5:])
+    assert load.failed_blocks(1, BLOCK, DUMMY) == set(a.blocks[8:])
+    assert load.failed_blocks(2, BLOCK, DUMMY) == set()
+
+
+def test_in_a_server_that_waits_layer_by_layer_a_failed_asynchronous_load_spoils_nothing(space: Space) -> None:
+    fill(space, 32)
+    fetch = FakeFetch(num_kept=0, is_done=True)
+    engine = Engine(fetching(space, fetch), "layerwise")
+    a = engine.add("a", 40)
+    engine.load(a)
+    (load,) = engine.step().loads
+    assert load.mode == "async"
+    engine.side.hear(StepReport(ended={"a": (0,)}), load.failed_blocks(0, BLOCK, DUMMY))
+    a.num_computed = 0
+    orders = engine.step((a, 40))
+    assert not orders.wrong_blocks
+    assert spans(orders.during) == [("a", 32, 40)], "the first tier has the others"
+
+
+def test_an_asynchronous_load_makes_spoiled_blocks_right(space: Space) -> None:
+    fill(space, 32)
+    engine = Engine(space, "layerwise")
+    a = engine.add("a", 40)
+    engine.load(a)
+    engine.step((a, 8))
+    engine.side.hear(StepReport(ended={"a": (0,)}), set(a.blocks[:8]))
+    engine.side.finish("a", 0, a.blocks)
+    engine = Engine(fetching(space, FakeFetch(num_kept=0, is_done=True)), "layerwise")
+    b = engine.add("b", 40)
+    engine.side._spoiled.add(b.blocks)
+    engine.load(b)
+    engine.step()
+    engine.side.hear(StepReport(ended={"b": (2,)}))
+    b.num_computed = 32
+    assert not engine.step((b, 8)).wrong_blocks
+
+
+def test_an_aborted_request_waits_for_its_load_and_cancels_it(space: Space) -> None:
+    fill(space, 32)
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    engine.load(a)
+    engine.step()
+    engine.side.finish("a", 0, a.blocks)
+    engine.side.finish("a", 0, a.blocks)
+    assert engine.step().cancelled == ("a",)
+    assert engine.side.is_loading
+    assert engine.side.hear(StepReport(ended={"a": (1,)})) == [LoadEnd("a", 16)]
+    assert not engine.side.is_loading
+    assert engine.side.counts.stats().num_failed_loads == 0
+
+
+def test_spoiled_blocks_become_right_from_their_first_token_on() -> None:
+    spoiled = Spoiled(4)
+    ids = [7, 8, 9]
+    spoiled.add([8])
+    assert spoiled.num_right(ids, 12) == 4
+    assert spoiled.num_right(ids, 4) == 4
+    assert spoiled.wrong(ids, 5) == {8}
+    spoiled.rewrite(ids, 6, 12)  # not from its beginning
+    assert spoiled.num_right(ids, 12) == 4
+    spoiled.rewrite(ids, 3, 6)
+    assert spoiled.num_right(ids, 12) == 6
+    assert not spoiled.wrong(ids, 6)
+    spoiled.rewrite(ids, 6, 7)
+    spoiled.rewrite([8], 0, 1)  # somebody else's from now on
+    assert spoiled.num_right(ids, 12) == 5
+    spoiled.rewrite([8], 1, 4)
+    assert not spoiled
+
+
+# ---- chunks that are not saved ------------------------------------------------------------------------------------
+
+
+def test_dropped_chunks_are_ordered_again_after_some_steps_and_nothing_behind_them_meanwhile(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 96)
+    engine.start(a)
+    assert len(spans(engine.step((a, 48)).during)) == 3
+    engine.side.hear(StepReport(unsaved={"a": 16}))
+    engine.side.hear(StepReport(unsaved={"a": 16}))  # from another rank
+    held = [engine.step((a, 8)) for _ in range(RETRY_STEPS - 1)]
+    assert not any(step.before or step.during for step in held), "chunks behind a dropped one are of no use"
+    orders = engine.step((a, 8))
+    assert spans(orders.before) == [("a", first, first + 16) for first in (16, 32, 48)]
+    assert spans(orders.during) == [("a", 64, 80)]
+
+
+def test_chunks_are_dropped_at_most_so_often(space: Space, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 64)
+    engine.start(a)
+    tries = 1 if engine.step((a, 64)).during else 0
+    for _ in range(8 * RETRY_STEPS):
+        engine.side.hear(StepReport(unsaved={"a": 32}))
+        tries += bool(engine.step((a, 1)).before)
+    assert tries == 1 + RETRIES
+    with caplog.at_level(logging.WARNING):
+        engine.side.finish("a", a.num_computed, a.blocks)
+        assert not engine.step().before
+    (record,) = caplog.records
+    assert record.getMessage().startswith("4 chunks of KV were computed and not saved")
+    assert "staging" in record.getMessage()
+    assert "capacity" in record.getMessage()
+
+
+def test_what_is_lost_at_the_end_is_told_once_a_minute(
+    space: Space, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(space)
+    for number in range(3):
+        request = engine.add(str(number), 64, first=1000 * number)
+        engine.start(request)
+        engine.step((request, 64))
+        engine.side.finish(request.name, 64, request.blocks)
+        for _ in range(2):  # ranks
+            engine.side.hear(StepReport(unsaved={request.name: 32}))
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["2"]
+    now = time.monotonic() + LOG_EVERY_S
+    monkeypatch.setattr("headwater.connector.tracker.time.monotonic", lambda: now)
+    request = engine.add("later", 64, first=9000)
+    engine.start(request)
+    engine.step((request, 64))
+    engine.side.finish(request.name, 64, request.blocks)
+    engine.side.hear(StepReport(unsaved={"later": 48}))
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["2", "5"]
+
+
+def test_dropped_chunks_are_tried_once_more_when_their_request_ends(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 48)
+    engine.start(a)
+    engine.step((a, 48))
+    engine.side.hear(StepReport(unsaved={"a": 16}))
+    engine.side.finish("a", 48, a.blocks)
+    assert spans(engine.step().before) == [("a", 16, 32), ("a", 32, 48)]
+
+
+def test_a_step_that_failed_is_saved_when_it_is_repeated(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 48)
+    engine.start(a)
+    orders = engine.step((a, 48))
+    engine.side.step_failed(orders)
+    a.num_computed, a.tokens[48:] = 0, []
+    assert spans(engine.step((a, 48)).during) == spans(orders.during)
+
+
+# ---- fetches ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeFetch:
+    """Chunks on their way, as the test says."""
+
+    num_kept: int = 0
+    is_done: bool = False
+    is_released: bool = False
+
+    def release(self) -> None:
+        assert not self.is_released, "released twice"
+        self.is_released = True
+
+
+class FetchingSpace:
+    """A space some of whose chunks are in a lower tier."""
+
+    def __init__(self, space: Space, *results: FakeFetch | None) -> None:
+        self._space = space
+        self._results = list(results)
+        self.wanted: list[list[int]] = []
+        self.lacks: set[bytes] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._space, name)
+
+    def fetch(self, chunks: Sequence[ChunkRef], *, deadline_s: float) -> FakeFetch | None:
+        self.wanted.append([chunk.number for chunk in chunks])
+        return self._results.pop(0)
+
+    def exists(self, chunks: Sequence[ChunkRef]) -> list[bool]:
+        return [
+            there and chunk.key not in self.lacks
+            for chunk, there in zip(chunks, self._space.exists(chunks), strict=True)
+        ]
+
+
+def fetching(space: Space, *results: FakeFetch | None) -> Any:
+    return FetchingSpace(space, *results)
+
+
+@pytest.mark.parametrize("mode", ["async", "layerwise", "blocking"])
+@pytest.mark.parametrize("num_kept", [3, 2])
+def test_a_request_whose_kv_is_being_fetched_asks_again_and_holds_nothing(
+    space: Space, mode: str, num_kept: int
+) -> None:
+    fill(space, 48)
+    fetch = FakeFetch()
+    engine = Engine(far := fetching(space, fetch), mode)
+    a = engine.add("a", 60)
+    for _ in range(3):
+        assert engine.side.match("a", 0) is None
+        assert not engine.step().loads
+    assert engine.side.num_fetching == 1
+    assert far.wanted == [[0, 1, 2]], "asked for once"
+    fetch.is_done, fetch.num_kept = True, num_kept
+    assert engine.side.num_fetching == 0
+    plan = engine.side.match("a", 0)
+    assert plan == (48, mode if num_kept == 3 else "async"), "a step must not wait for what is further down"
+    assert engine.side.match("a", 0) == plan, "while the engine has no blocks"
+    assert not fetch.is_released
+    engine.side.start_load("a", a.blocks)
+    assert [load.mode for load in engine.step().loads] == [plan.mode]
+    assert not fetch.is_released, "before its load has ended"
+    engine.side.hear(StepReport(ended={"a": (3,)}))
+    assert fetch.is_released
+
+
+def test_nothing_is_fetched_that_the_engine_has_or_that_is_not_worth_it(space: Space) -> None:
+    fill(space, 48)
+    engine = Engine(far := fetching(space, FakeFetch(is_done=True, num_kept=1)))
+    engine.add("a", 60)
+    assert engine.side.match("a", 46) == (0, "async")
+    assert far.wanted == []
+    assert engine.side.match("a", 32) == (16, "async")
+    assert far.wanted == [[2]]
+
+
+def test_where_the_first_tier_has_all_nothing_waits(space: Space) -> None:
+    fill(space, 48)
+    engine = Engine(fetching(space, None), "layerwise")
+    engine.add("a", 60)
+    assert engine.side.match("a", 0) == (48, "layerwise")
+
+
+def test_a_fetch_that_is_late_is_not_waited_for(space: Space) -> None:
+    """The load goes ahead with what there is."""
+    fill(space, 48)
+    fetch = FakeFetch(num_kept=2)
+    engine = Engine(fetching(space, fetch), "layerwise", settings={"load_deadline_s": 0.05})
+    a = engine.add("a", 60)
+    assert engine.side.match("a", 0) is None
+    engine.side.wait_fetch(10.0)
+    assert engine.side.match("a", 0) == (32, "layerwise")
+    engine.side.start_load("a", a.blocks)
+    (load,) = engine.step().loads
+    assert [chunk.number for chunk in load.job.chunks] == [0, 1]
+    engine.side.hear(StepReport(ended={"a": (2,)}))
+    assert fetch.is_released
+    assert engine.side.counts.stats().num_failed_loads == 0
+    a.num_computed = 32
+    assert spans(engine.step((a, 28)).during) == [("a", 48, 60)], "the pool has the third chunk"
+
+
+def test_a_fetch_that_is_late_with_everything_is_not_begun_again(space: Space) -> None:
+    fill(space, 48)
+    fetch = FakeFetch()
+    engine = Engine(fetching(space, fetch), settings={"load_deadline_s": 0.01})
+    engine.add("a", 60)
+    assert engine.side.match("a", 0) is None
+    engine.side.wait_fetch(10.0)
+    for _ in range(3):
+        assert engine.side.match("a", 0) == (0, "async")
+    assert fetch.is_released
+
+
+def test_waiting_for_a_fetch_ends_when_one_is_done(space: Space) -> None:
+    fill(space, 48)
+    fetch = FakeFetch()
+    engine = Engine(fetching(space, fetch))
+    engine.side.wait_fetch(60.0)  # nothing to wait for
+    engine.add("a", 60)
+    assert engine.side.match("a", 0) is None
+    begin = time.monotonic()
+    engine.side.wait_fetch(0.02)
+    assert 0.02 <= time.monotonic() - begin < 1.0
+    fetch.is_done = True
+    engine.side.wait_fetch(60.0)
+    assert time.monotonic() - begin < 10.0
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("how", ["aborted", "computed instead", "epoch", "the id is used again"])
+def test_no_fetch_is_left_behind(space: Space, how: str, is_done: bool) -> None:
+    fill(space, 48)
+    fetch = FakeFetch(is_done=is_done, num_kept=3 if is_done else 0)
+    engine = Engine(fetching(space, fetch))
+    a = engine.add("a", 60)
+    assert (engine.side.match("a", 0) is not None) == is_done
+    if how == "aborted":
+        engine.side.finish("a", 0, ())
+    elif how == "computed instead":
+        engine.step((a, 60))
+    elif how == "epoch":
+        engine.side.start_epoch(space)
+        assert engine.side.match("a", 0) == (0, "async")
+    else:
+        engine.add("a", 12)
+    assert fetch.is_released
+    assert engine.side._finder.fetches.num_open == 0
+
+
+def test_an_aborted_load_keeps_its_fetch_until_it_has_ended(space: Space) -> None:
+    fill(space, 48)
+    fetch = FakeFetch(is_done=True, num_kept=3)
+    engine = Engine(fetching(space, fetch))
+    a = engine.add("a", 60)
+    engine.load(a)
+    engine.step()
+    engine.side.finish("a", 0, a.blocks)
+    assert not fetch.is_released
+    engine.side.hear(StepReport(ended={"a": (0,)}))
+    assert fetch.is_released
+
+
+def test_two_requests_that_want_the_same_chunks_share_a_fetch(space: Space) -> None:
+    fill(space, 48)
+    fetch, other = FakeFetch(), FakeFetch()
+    engine = Engine(far := fetching(space, fetch, other))
+    a, b, c = (engine.add(name, 60) for name in "abc")
+    assert engine.side.match("a", 16) is None
+    assert engine.side.match("b", 32) is None
+    assert far.wanted == [[1, 2]], "one for both"
+    assert engine.side.match("c", 0) is None
+    assert far.wanted == [[1, 2], [0, 1, 2]], "the first one does not bring all that this one wants"
+    fetch.is_done, fetch.num_kept = True, 2
+    for request, num_local in ((a, 16), (b, 32)):
+        engine.load(request, num_local)
+    engine.step()
+    engine.side.hear(StepReport(ended={"a": (2,)}))
+    assert not fetch.is_released, "the other one's load has not ended"
+    engine.side.hear(StepReport(ended={"b": (1,)}))
+    assert fetch.is_released
+    engine.side.finish(c.name, 0, ())
+    assert other.is_released
+
+
+def test_only_so_many_are_fetched_at_a_time(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further requests wait for their turn, but for those that need no fetch."""
+    near, far_chunks = fill(space, 32, first=5000), fill(space, 48)
+    assert near
+    monkeypatch.setattr(fetches.Fetches.__init__, "__defaults__", (1,))
+    first, second = FakeFetch(), FakeFetch(is_done=True, num_kept=2)
+    engine = Engine(far := fetching(space, first, None, second))
+    far.lacks = {chunk.key for chunk in far_chunks}
+    engine.add("a", 60)
+    engine.add("b", 33)
+    engine.add("near", 40, first=5000)
+    assert engine.side.match("a", 0) is None
+    assert engine.side.match("b", 0) is None
+    assert engine.side.match("near", 0) == (32, "async")
+    assert engine.side.match("b", 0) is None
+    assert far.wanted == [[0, 1, 2], [0, 1]]
+    engine.side.finish("a", 0, ())
+    assert engine.side.match("b", 0) == (32, "async")
+
+
+def test_a_pool_that_cannot_fetch_is_loaded_from_as_it_is(space: Space) -> None:
+    fill(space, 48)
+    engine = Engine(far := fetching(space))
+
+    def fail(*args: Any, **more: Any) -> None:
+        raise StoreError("gone")
+
+    far.fetch = fail
+    engine.add("a", 60)
+    assert engine.side.match("a", 0) == (48, "async")
