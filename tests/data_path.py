@@ -19,19 +19,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from headwater.connector.orders import StepReport
-from headwater.connector.tracker import Scheduled
 
-import transfer_pool_cases
 from headwater.connector.config import ConnectorConfig
+from headwater.connector.orders import StepReport
 from headwater.connector.scheduler import SchedulerSide
+from headwater.connector.tracker import Scheduled
 from headwater.connector.worker import WorkerSide
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.pool import open_pool
 from headwater.pool.pool import Pool
 from headwater.pool.space import Space
-from headwater.stores.base import Status
+from headwater.stores.base import Piece, Status
 from transfer_pool_cases import BLOCK, CHUNK, SPEC, make_cache, tiles_of
 
 from support import identity, local_tiles, temporary_url
@@ -171,8 +170,6 @@ def fill_with_leases(pool: Pool) -> None:
         shard = whole_shard(SPEC)
         front = pool._store._front  # type: ignore[attr-defined]
         root = space._root_of(chunks[0].root)
-        from headwater.stores.base import Piece
-
         pieces = [Piece(chunk, shard, local_tiles(SPEC, chunk, shard)) for chunk in chunks]
         statuses = front.write(root, pieces, WAIT_S)
         for chunk, status in zip(chunks, statuses, strict=True):
@@ -217,11 +214,13 @@ def another_server(url: str) -> Iterator[None]:
 class Rank:
     """One rank's cache and worker side."""
 
-    def __init__(self, space: Space, shard: Shard, config: ConnectorConfig, device: str, number: int) -> None:
+    def __init__(
+        self, space: Space, shard: Shard, config: ConnectorConfig, device: str, number: int, mover: str
+    ) -> None:
         self.shard = shard
         self.view, blocks = make_cache(shard, device, ORDERS[number % len(ORDERS)])
-        self.blocks = np.sort(blocks[: -(-len(TOKENS) // BLOCK)] + 1) % self.view.num_blocks
-        self.side = WorkerSide(space, self.view, shard, config, dummy_block=0)
+        self.blocks = blocks[blocks > 0][: -(-len(TOKENS) // BLOCK)]
+        self.side = WorkerSide(space, self.view, shard, config, dummy_block=0, mover=mover)
 
     def check(self, chunks: list[ChunkRef], layers: range | None = None) -> None:
         """The cache holds these chunks' one true content."""
@@ -241,7 +240,6 @@ def run_cell(cell: Cell, places: Places, device: str = "cpu") -> str:
             return f"not run, no {kind} server here"
     config = ConnectorConfig(pool="memory://", load_mode=cell.mode, min_load_tokens=1, load_deadline_s=WAIT_S)
     topology = Topology(tp=2) if cell.topology == "other" else Topology()
-    transfer_pool_cases.MOVER = cell.mover
     with prepared(cell, places) as pool, ExitStack() as stack:
         space = space_of(pool)
         chunks = prompt_chunks(space)
@@ -249,13 +247,12 @@ def run_cell(cell: Cell, places: Places, device: str = "cpu") -> str:
         wanted = chunks[num_local // CHUNK :]
         ranks = []
         for number in range(topology.tp):
-            rank = Rank(space, topology.shard(SPEC, tp_rank=number), config, device, number)
+            rank = Rank(space, topology.shard(SPEC, tp_rank=number), config, device, number, cell.mover)
             stack.callback(rank.side.close)
             ranks.append(rank)
         side = SchedulerSide(space, config, block_size=BLOCK, num_ranks=len(ranks), dummy_block=0)
         mode = load(side, ranks, wanted, num_local)
-        in_first = "memory" if cell.pool == "memory" else ""
-        assert mode == (cell.mode if is_kept(cell) else "async"), f"loaded in mode {mode} {in_first}"
+        assert mode == (cell.mode if is_kept(cell) else "async"), f"loaded in mode {mode}"
         for rank in ranks:
             rank.check(wanted)
         kept = space.exists(chunks).count(True)
@@ -277,7 +274,7 @@ def load(side: SchedulerSide, ranks: list[Rank], wanted: list[ChunkRef], num_loc
     step = [Scheduled("request", len(TOKENS) - 1, 1, ranks[0].blocks, is_new=True)]
     orders = side.order([] if plan.mode == "async" else step, is_idle=plan.mode == "async")
     for rank in ranks:
-        rank.blocks = orders.loads[0].job.block_ids if num_local == 0 else rank.blocks
+        rank.blocks = orders.loads[0].job.block_ids
         rank.side.start_step(orders)
         rank.side.start_loads(orders)
         if rank.side.needs_layers:

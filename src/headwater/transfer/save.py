@@ -208,8 +208,8 @@ class Saver:
             self._save_late()
 
     def end_step(self) -> None:
-        """The step is over. Layers that were not announced (in a CUDA graph nobody can) are taken now, all at once where
-        none was."""
+        """The step is over. Layers that were not announced (in a CUDA graph nobody can) are taken now, all at once
+        where none was."""
         while self._open and self._open[0].num_layers:
             self.layer_done(self._shard.layers[self._open[0].num_layers])
         untold, self._open = self._open, []
