@@ -65,6 +65,18 @@ def test_a_second_request_hits_and_says_the_same(server: EngineProcess, expected
     assert 0 < metrics["headwater_store_used_bytes"] <= metrics["headwater_store_data_bytes"] < 1 << 30
 
 
+def test_two_equal_prompts_of_one_step_are_saved_right(server: EngineProcess) -> None:
+    """The second one shares blocks that the first computes in the same step."""
+    prompt = random_tokens(6, 420, 40000)
+    cold = server.ask("generate", prompts=[prompt, prompt], max_tokens=NUM_NEW)
+    assert cold["local"] > 0, "nothing was shared: this test tested nothing"
+    assert cold["tokens"][0] == cold["tokens"][1]
+    assert server.ask("reset")
+    hit = server.ask("generate", prompts=[prompt], max_tokens=NUM_NEW)
+    assert hit["external"] == hit_tokens(prompt)
+    assert hit["tokens"] == cold["tokens"][:1]
+
+
 def test_the_next_turn_finds_what_was_generated(server: EngineProcess, expected: dict[str, list[list[int]]]) -> None:
     """The tail that the request ended with is in the pool, and it ends inside a chunk."""
     assert server.ask("reset")
