@@ -34,6 +34,7 @@ from headwater.models.decoder import build_model
 from headwater.models.parallel import TensorParallel
 from headwater.models.weights import load_weights
 from headwater.pool.space import Space
+from headwater.transfer.streams import switch_threads_often
 from headwater.transfer.view import view_description
 
 Progress = Callable[[int, int], None]
@@ -95,6 +96,8 @@ class Runner:
     def connect(self, space: Space, config: ConnectorConfig, on_end: OnEnd) -> None:
         """Join this rank's cache to the pool. `on_end` is told of loads that end, from a thread of their own."""
         assert self.cache is not None, "connect before allocate"
+        if self.device.type == "cuda":
+            switch_threads_often()  # this process launches steps and serves nobody else
         shard = self._topology.shard(self.spec, tp_rank=self.parallel.rank)
         view = view_description(self.spec, self.cache.view, self.cache.data)
         # With the dummy page, which takes what must not be written over pages that others use.

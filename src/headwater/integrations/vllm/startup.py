@@ -28,12 +28,14 @@ from headwater.kv.topology import Shard, Topology
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
 from headwater.stores.config import find_pool
-from headwater.stores.url import first_tier
+from headwater.stores.url import first_tier, format_size
 from headwater.transfer.view import PagedView
 
 log = logging.getLogger(LOGGER)
 
 MAX_STAGING_BYTES = 2 << 30
+STEPS_IN_POOL = 8
+"""A first tier should hold at least so many of the largest steps."""
 
 SEVERAL_HOSTS = (
     "this engine's ranks do not share one pool, because they run on several hosts, or in containers that do not share "
@@ -106,6 +108,7 @@ def start_scheduling(config: Any, cache: Any, options: Options, listener: Listen
         listener=listener,
         log=log,
     )
+    _check_capacity(config, member)
     log.info("Headwater: %s shares KV of %s", find_pool(options.connector.pool), member.identity)
     return Steps(side, hashes_inputs=_hashes_inputs(config)), member
 
@@ -150,13 +153,30 @@ def _shared_pool(url: str, group: int) -> tuple[Pool, PoolFigures]:
 
 
 def _staging_bytes(config: Any, options: Options, shard: Shard, view: PagedView) -> int | None:
-    """On a CPU enough for what one step can compute, since all of it may have to leave the cache at once. Memory that
-    is never used costs nothing there; on a GPU the default stands."""
-    if options.connector.staging_bytes is not None or view.device.type != "cpu":
+    """Sized from what one step can compute. On a CPU all of it, since all of it may have to leave the cache at once,
+    and memory that is never used costs nothing there. On a GPU a quarter: layers leave while others are computed."""
+    if options.connector.staging_bytes is not None:
         return options.connector.staging_bytes
     num_tokens = int(config.scheduler_config.max_num_batched_tokens) + options.chunk_tokens
     layers, heads, row_bytes = shard.local_shape(view.spec, 0, 1)
-    return max(DEFAULT_STAGING_BYTES["cpu"], min(MAX_STAGING_BYTES, num_tokens * layers * heads * row_bytes))
+    kind = "cpu" if view.device.type == "cpu" else "cuda"
+    share = num_tokens * layers * heads * row_bytes // (1 if kind == "cpu" else 4)
+    return max(DEFAULT_STAGING_BYTES[kind], min(MAX_STAGING_BYTES, share))
+
+
+def _check_capacity(config: Any, member: Membership) -> None:
+    """Say at the start where the pool is small for what one step computes: chunks would often find no room."""
+    step_bytes = int(config.scheduler_config.max_num_batched_tokens) * member.spec.extent_bytes(1)
+    data_bytes = member.pool.stats().store.data_bytes
+    if data_bytes < STEPS_IN_POOL * step_bytes:
+        log.warning(
+            "Headwater: the pool holds %s, and one step of %d tokens computes %s of KV; give it a capacity of %s or "
+            "more (pool: shm:///headwater?capacity=…), or long prompts push each other out",
+            format_size(data_bytes),
+            config.scheduler_config.max_num_batched_tokens,
+            format_size(step_bytes),
+            format_size(STEPS_IN_POOL * step_bytes),
+        )
 
 
 def _hashes_inputs(config: Any) -> bool:
