@@ -481,7 +481,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> GpuPlan:
     """A plan whose engines are those of `fake_vllm`, all of them there."""
     monkeypatch.setenv("PYTHONPATH", str(Path(fake_vllm.__file__).parent))
     monkeypatch.setattr(engines, "_MODULE", "fake_vllm")
-    monkeypatch.setattr(engines, "STALL_S", 0.3)
+    monkeypatch.setattr(engines, "STALL_S", 1.0)
     monkeypatch.setattr(vllm_fair, "LOOK_S", 0.01)
     offloading = sides._offloading
     monkeypatch.setitem(

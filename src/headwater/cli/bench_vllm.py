@@ -10,8 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from headwater.stores.url import parse_size
-
 PROFILE = "profile"
 """May be written among the parts, too."""
 
@@ -52,6 +50,7 @@ def bench_vllm(
     from headwater.bench import vllm, vllm_gpu
     from headwater.cli.output import print_json
     from headwater.errors import EngineConfigError
+    from headwater.stores.url import parse_size
 
     if merge:
         _show_gpu(vllm_gpu.merge(merge, mixed=mixed), as_json)

@@ -54,10 +54,13 @@ def run(plan: GpuPlan, note: Note) -> dict[str, Any]:
         for name in remove_pools():
             note(f"removed {name}, which a killed run had left")
         stack.callback(remove_pools)
-        log = directory / "engines.log"
-        bus = start_bus(log, plan.device)
-        stack.callback(bus.close)
-        described = bus.ask("describe")
+        log = directory / "engines.log" if plan.out is None else plan.out.with_suffix(".log")
+        try:
+            bus = start_bus(log, plan.device)
+            stack.callback(bus.close)
+            described = bus.ask("describe")
+        except RuntimeError as error:
+            raise EngineError(f"nothing can be measured here: {error}") from error
         plan, model = _model(plan, directory, bus, note)
         capacity = usable_capacity(plan.capacity_bytes)
         if capacity < plan.capacity_bytes:
