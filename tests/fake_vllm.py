@@ -3,7 +3,7 @@
     python -m fake_vllm engine|bus PARENT_PID
 
 Its seconds follow from what a request finds, so that figures can be foretold. `faults` in its settings says which side
-fails, and how. What it has to save is taken when it next steps, as vLLM's is, and is there some time later.
+fails, and how. A save starts with the next step, as in vLLM, and becomes visible some time later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMES = {"HeadwaterConnector": "headwater", "LMCacheConnectorV1": "lmcache", "Of
 
 
 class FakeEngine:
-    """What vLLM does, seen from outside."""
+    """vLLM, seen from outside."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         transfer = settings.get("kv_transfer_config") or {}

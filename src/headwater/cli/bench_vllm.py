@@ -15,7 +15,7 @@ PROFILE = "profile"
 
 
 class Device(StrEnum):
-    """What vLLM computes on: each has a benchmark of its own."""
+    """The device that vLLM computes on: each has a benchmark of its own."""
 
     CPU = "cpu"
     CUDA = "cuda"

@@ -40,7 +40,7 @@ _MODULE = "headwater.bench.vllm_gpu.process"
 
 @dataclass(frozen=True)
 class Filled:
-    """What came of computing a prompt, saving it, and asking for it again."""
+    """The outcome of computing a prompt, saving it, and asking for it again."""
 
     cold_s: float
     num_found: float

@@ -27,7 +27,7 @@ _TURNS = 3
 
 
 class EngineCommands(Commands):
-    """What can be asked of an engine."""
+    """The commands of an engine."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._timeline = None

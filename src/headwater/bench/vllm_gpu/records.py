@@ -28,7 +28,7 @@ _KEY = ("mode", "stage", "measure", "tokens", "side")
 
 
 def key_of(record: Record) -> tuple[Any, ...]:
-    """What a record is about, whoever took part."""
+    """The subject of a record, without its sides."""
     return tuple(record.get(name) for name in _KEY)
 
 

@@ -96,7 +96,7 @@ class Runner:
         self._absent: dict[str, str] = {}
 
     def run(self) -> None:
-        """All stages. What fails is noted."""
+        """Go through all stages, and note failures."""
         for stage in stages(self._plan):
             sides = self._sides(stage)
             if not stage.can_run([side.name for side in sides]):

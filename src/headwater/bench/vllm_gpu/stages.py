@@ -46,7 +46,7 @@ class Measure:
         return self.work(bench, given) if self.tokens is None else self.work(bench, given, self.tokens)
 
     def record(self, mode: str, stage: str, sides: Iterable[str]) -> Record:
-        """What its record is about, made with these sides."""
+        """The key fields of its record, made with these sides."""
         made: dict[str, Any] = {"mode": mode, "stage": stage, "measure": self.name}
         made |= {"tokens": self.tokens, "side": self.alone}
         made["sides"] = sorted(sides if self.alone is None else [self.alone.partition("@")[0]])
