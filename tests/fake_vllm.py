@@ -3,7 +3,7 @@
     python -m fake_vllm engine|bus PARENT_PID
 
 Its seconds follow from what a request finds, so that figures can be foretold. `faults` in its settings says which side
-fails, and how. What it has to save is saved when it next steps, as vLLM's is.
+fails, and how. A save starts with the next step, as in vLLM, and becomes visible some time later.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ SECONDS_COLD = 1e-4
 SECONDS_HIT = {"headwater": 2e-6, "headwater_layerwise": 1e-6, "lmcache": 4e-6, "offloading": 5e-6}
 SECONDS_LOCAL = {"plain": 1e-6, "headwater": 3e-6}
 BASE_S = 1e-3
+SAVE_S = 0.15
 BUS_BYTES_A_SECOND = 1e9
 NAMES = {"HeadwaterConnector": "headwater", "LMCacheConnectorV1": "lmcache", "OffloadingConnector": "offloading"}
 
 
 class FakeEngine:
-    """What vLLM does, seen from outside."""
+    """vLLM, seen from outside."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         transfer = settings.get("kv_transfer_config") or {}
@@ -103,14 +105,18 @@ class FakeEngine:
         return [tokens[: end + CHUNK].tobytes() for end in range(0, len(prompt) // CHUNK * CHUNK, CHUNK)]
 
     def turn(self, count: int = 1) -> None:
-        for prompt in self.unsaved:
-            if self.space is not None:
-                chunks = self.space.keys(prompt).chunks(tail=False)
-                if chunks:
-                    self.space.write(chunks, self.shard, [self.space.empty(chunk, self.shard) for chunk in chunks])
-            elif self.name != "plain":
+        prompts, self.unsaved = self.unsaved, []
+        if prompts and self.name != "plain":
+            saving = threading.Timer(SAVE_S, self._save, [prompts])
+            saving.daemon = True
+            saving.start()
+
+    def _save(self, prompts: list[list[int]]) -> None:
+        for prompt in prompts:
+            if self.space is None:
                 self.outside |= set(self._names(prompt))
-        self.unsaved = []
+            elif chunks := self.space.keys(prompt).chunks(tail=False):
+                self.space.write(chunks, self.shard, [self.space.empty(chunk, self.shard) for chunk in chunks])
 
     def reset_within(self, seconds: float) -> bool:
         self.turn()

@@ -156,6 +156,12 @@ def test_a_record_that_cannot_be_used_costs_no_other_figure() -> None:
     assert "plain throughput" in report["modes"]["eager"]["notes"][0]
 
 
+def test_a_side_that_was_absent_at_first_and_measured_later_is_not_absent() -> None:
+    absent = [{"kind": "absent", "mode": "eager", "side": side, "reason": "no"} for side in ("lmcache", "offloading")]
+    record = hits("lmcache", 8192, {"headwater": 0.9, "lmcache": 1.0, "again": 0.9, "bus": 0.2}, sides=["lmcache"])
+    assert figures.report([RUN, *absent, record])["absent"] == {"offloading": "no"}
+
+
 @pytest.mark.parametrize(
     ("limit", "value", "noise", "verdict"),
     [
@@ -215,6 +221,17 @@ def test_what_was_measured_is_measured_again_only_if_asked(tmp_path: Path) -> No
     assert records.Journal(path, RUN).is_done(key)
     assert not records.Journal(path, RUN, again=True).is_done(key)
     assert [record["kind"] for record in records.latest(records.read_records([path]))] == ["measured"]
+
+
+def test_what_was_measured_without_a_side_is_measured_again_with_it(tmp_path: Path) -> None:
+    key = {"mode": "eager", "measure": "burst", "stage": "lmcache", "tokens": 3}
+    journal = records.Journal(tmp_path / "out", RUN)
+    journal.add({"kind": "measured", **key, "sides": ["headwater"]})
+    assert journal.is_done({**key, "sides": ["headwater"]})
+    assert not journal.is_done({**key, "sides": ["headwater", "lmcache"]})
+    journal.add({"kind": "measured", **key, "sides": ["headwater", "lmcache"]})
+    assert journal.is_done({**key, "sides": ["headwater", "lmcache"]})
+    assert len(records.latest(journal.records)) == 2
 
 
 def test_of_two_results_the_last_counts() -> None:
@@ -360,7 +377,7 @@ def test_two_engines_live_at_a_time_and_every_part_is_measured_once() -> None:
     found = list(stages.stages(GpuPlan()))
     assert max(len(stage.sides) for stage in found) == 2
     assert {one.part for stage in found for one in stage.measures} == set(PARTS)
-    keys = [str(one.record("eager", stage.name)) for stage in found for one in stage.measures]
+    keys = [str(one.record("eager", stage.name, [])) for stage in found for one in stage.measures]
     assert len(keys) == len(set(keys))
 
 
@@ -481,7 +498,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> GpuPlan:
     """A plan whose engines are those of `fake_vllm`, all of them there."""
     monkeypatch.setenv("PYTHONPATH", str(Path(fake_vllm.__file__).parent))
     monkeypatch.setattr(engines, "_MODULE", "fake_vllm")
-    monkeypatch.setattr(engines, "STALL_S", 0.3)
+    monkeypatch.setattr(engines, "STALL_S", 1.0)
     monkeypatch.setattr(vllm_fair, "LOOK_S", 0.01)
     offloading = sides._offloading
     monkeypatch.setitem(

@@ -110,3 +110,14 @@ def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["bench", "vllm", "--device", "cuda"])
     assert result.exit_code != 0
     assert "vLLM is not installed" in str(result.exception) + result.output
+
+
+@pytest.mark.slow
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    monkeypatch.setattr(bench_vllm, "find_spec", lambda name: object())
+    result = CliRunner().invoke(app, ["bench", "vllm", "--device", "cuda"])
+    assert result.exit_code != 0
+    assert "torch finds no CUDA device" in str(result.exception) + result.output

@@ -101,7 +101,7 @@ def serve(make: Callable[[dict[str, Any]], Any]) -> None:
     """Make what the first line of the input describes, then do what is asked of it until the input ends."""
     line = sys.stdin.readline()
     if not line:
-        return  # whoever started this does not want it any more
+        return  # the caller has closed it before it began
     settings = json.loads(line)
     os.environ.update({name: str(value) for name, value in settings.pop("environment", {}).items()})
     try:

@@ -15,7 +15,7 @@ PROFILE = "profile"
 
 
 class Device(StrEnum):
-    """What vLLM computes on: each has a benchmark of its own."""
+    """The device that vLLM computes on: each has a benchmark of its own."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -50,6 +50,7 @@ def bench_vllm(
     from headwater.bench import vllm, vllm_gpu
     from headwater.cli.output import print_json
     from headwater.errors import EngineConfigError
+    from headwater.stores.url import parse_size
 
     if merge:
         _show_gpu(vllm_gpu.merge(merge, mixed=mixed), as_json)

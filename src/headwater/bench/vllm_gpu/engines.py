@@ -27,9 +27,7 @@ RESET_S = 20.0
 SAVED_S = 10.0
 """For one prompt's KV to be found."""
 STALL_S = 2.0
-"""A pool in which nothing has changed for so long has got what it gets."""
-_NUM_ASKS = 3
-"""In a row that find no more than those before, until a prompt is asked no more."""
+"""Where nothing more has come for so long, nothing more is waited for."""
 QUIET_S = 5.0
 RESTLESS_S = 0.5
 """Instead, where an engine has not come to rest before."""
@@ -42,7 +40,7 @@ _MODULE = "headwater.bench.vllm_gpu.process"
 
 @dataclass(frozen=True)
 class Filled:
-    """What came of computing a prompt, saving it, and asking for it again."""
+    """The outcome of computing a prompt, saving it, and asking for it again."""
 
     cold_s: float
     num_found: float
@@ -98,13 +96,15 @@ class Engine:
         self.wait_stored(before + whole // CHUNK_TOKENS - already)
         quiet()
         found: list[float] = []
-        deadline = time.monotonic() + SAVED_S
-        while not found or (max(found) < whole and time.monotonic() < deadline):
+        now = time.monotonic()
+        deadline, grown = now + SAVED_S, now
+        while not found or (max(found) < whole and now < min(deadline, grown + STALL_S)):
             self.reset()
             found.append(self.ask([prompt])["external"])
             self.command("turn")
-            if len(found) > _NUM_ASKS and max(found[-_NUM_ASKS:]) <= found[-_NUM_ASKS - 1]:
-                break
+            now = time.monotonic()
+            if found[-1] > max(found[:-1], default=0):
+                grown = now
         return Filled(first["seconds"], found[0], max(found))
 
     def watch_hits(self) -> None:

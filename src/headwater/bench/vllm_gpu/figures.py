@@ -85,7 +85,12 @@ def report(records: Sequence[Record]) -> dict[str, Any]:
         verdict = figure.judge(value, noise, is_quick=is_quick)
         made["bars"][name] = {"limit": figure.limit, "noise": noise, "verdict": verdict}
     made["modes"] = modes
-    made["absent"] = {record["side"]: record["reason"] for record in last if record["kind"] == ABSENT}
+    present = {side for record in last if record["kind"] == MEASURED for side in record.get("sides", ())}
+    made["absent"] = {
+        record["side"]: record["reason"]
+        for record in last
+        if record["kind"] == ABSENT and record["side"] not in present
+    }
     made["failures"] = [
         {name: record.get(name) for name in ("mode", "stage", "measure", "tokens", "side", "reason")}
         for record in last

@@ -1,4 +1,4 @@
-"""What is measured with engines that are alive. Each function returns the body of one record: raw seconds by side.
+"""The measurements. Each function uses running engines and returns the body of one record: raw seconds by side.
 
 Sides take turns, every second round backwards; `again` is the first side once more, which shows the noise.
 """
@@ -25,7 +25,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bench:
-    """What every measurement needs."""
+    """The shared tools of every measurement."""
 
     plan: GpuPlan
     engines: Engines

@@ -1,4 +1,4 @@
-"""What `headwater bench vllm --device cuda` measures, as plain data: sizes, how often, which sides and which parts.
+"""The plan of `headwater bench vllm --device cuda` as plain data: sizes, repetitions, sides and parts.
 
 Nothing here runs anything. Prompt lengths are whole chunks; every prompt that is asked has one token more, so that a
 hit in the pool and a hit in vLLM's own cache compute the same single row.
@@ -48,7 +48,7 @@ class ReusedPrompts:
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """What to measure, and how often. The defaults are a full run."""
+    """All sizes and repetitions of a run. The defaults are a full run."""
 
     device: str = "cuda"
     """"cpu" is a trial of the same code without a GPU, with a tiny model: whether it runs, not how fast."""
@@ -109,7 +109,7 @@ class GpuPlan:
 
     @property
     def dtype(self) -> str:
-        """What the model computes in."""
+        """The dtype of weights and KV."""
         return "bfloat16" if self.device == "cuda" else "float32"
 
     @property
@@ -125,7 +125,7 @@ class GpuPlan:
         return longest + CHUNK_TOKENS
 
     def fingerprint(self) -> dict[str, Any]:
-        """What two runs must have in common for one to continue the other."""
+        """The sizes that two runs must have in common for one to continue the other."""
         return {
             "device": self.device,
             "layers": self.shape.num_layers,

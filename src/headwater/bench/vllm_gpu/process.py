@@ -20,12 +20,14 @@ from typing import Any
 from headwater.bench.vllm_process import Commands, serve
 
 _PR_SET_PDEATHSIG = 1
+_WAKE_BYTES = 64 << 20
+"""Copied before what is timed: an idle bus sleeps."""
 _TURNS = 3
 """Steps after which a finished request is gone from the batch: one, and two that may be scheduled ahead."""
 
 
 class EngineCommands(Commands):
-    """What can be asked of an engine."""
+    """The commands of an engine."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._timeline = None
@@ -129,7 +131,7 @@ class BusCommands:
             self._here = self._there = None
             self._here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device == "cuda")
             self._there = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._copy(num_bytes)
+        self._copy(min(num_bytes, _WAKE_BYTES))
         return self._copy(num_bytes)
 
     def _copy(self, num_bytes: int) -> float:

@@ -24,12 +24,16 @@ FAILED = "failed"
 ABSENT = "absent"
 """A side that cannot be run here."""
 
-_KEY = ("kind", "mode", "stage", "measure", "tokens", "side")
+_KEY = ("mode", "stage", "measure", "tokens", "side")
 
 
 def key_of(record: Record) -> tuple[Any, ...]:
-    """What a record is about."""
+    """The subject of a record, without its sides."""
     return tuple(record.get(name) for name in _KEY)
+
+
+def _sides(record: Record) -> frozenset[str]:
+    return frozenset(record.get("sides", ()))
 
 
 class Journal:
@@ -45,19 +49,19 @@ class Journal:
             if record["kind"] == RUN:
                 _check_same(run, record, str(path))
         self.records: list[Record] = list(earlier)
-        self._done = set() if again else {key_of(record) for record in earlier if record["kind"] == MEASURED}
+        self._done = [] if again else [record for record in earlier if record["kind"] == MEASURED]
         self._run_id = run["run"]
         self._append(run)
 
     def is_done(self, record: Record) -> bool:
-        """Whether an earlier run, or this one, has measured what this record is to say."""
-        return key_of({**record, "kind": MEASURED}) in self._done
+        """Whether an earlier run, or this one, has measured what this record is to say, with all its sides."""
+        return any(key_of(done) == key_of(record) and _sides(done) >= _sides(record) for done in self._done)
 
     def add(self, record: Record) -> None:
         """Keep a result, on disk if there is a file."""
         record = {**record, "run": self._run_id}
         if record["kind"] == MEASURED:
-            self._done.add(key_of(record))
+            self._done.append(record)
         self._append(record)
 
     def _append(self, record: Record) -> None:
@@ -103,18 +107,15 @@ def check_together(records: Sequence[Record], *, mixed: bool = False) -> None:
 
 
 def latest(records: Sequence[Record]) -> list[Record]:
-    """Of records with one key the last; a failure counts only where nothing was measured."""
+    """Of records of one thing with the same sides the last; a failure counts only where nothing was measured."""
     last: dict[tuple[Any, ...], Record] = {}
     for record in records:
         if record["kind"] != RUN:
-            last.pop(key_of(record), None)
-            last[key_of(record)] = record
+            key = (record["kind"], key_of(record), _sides(record))
+            last.pop(key, None)
+            last[key] = record
     measured = {key_of(record) for record in last.values() if record["kind"] == MEASURED}
-    return [
-        record
-        for record in last.values()
-        if record["kind"] != FAILED or key_of({**record, "kind": MEASURED}) not in measured
-    ]
+    return [record for record in last.values() if record["kind"] != FAILED or key_of(record) not in measured]
 
 
 def _drop_cut_line(path: Path) -> None:

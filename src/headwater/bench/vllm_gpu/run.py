@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
@@ -54,10 +54,13 @@ def run(plan: GpuPlan, note: Note) -> dict[str, Any]:
         for name in remove_pools():
             note(f"removed {name}, which a killed run had left")
         stack.callback(remove_pools)
-        log = directory / "engines.log"
-        bus = start_bus(log, plan.device)
-        stack.callback(bus.close)
-        described = bus.ask("describe")
+        log = directory / "engines.log" if plan.out is None else plan.out.with_suffix(".log")
+        try:
+            bus = start_bus(log, plan.device)
+            stack.callback(bus.close)
+            described = bus.ask("describe")
+        except RuntimeError as error:
+            raise EngineError(f"nothing can be measured here: {error}") from error
         plan, model = _model(plan, directory, bus, note)
         capacity = usable_capacity(plan.capacity_bytes)
         if capacity < plan.capacity_bytes:
@@ -93,22 +96,23 @@ class Runner:
         self._absent: dict[str, str] = {}
 
     def run(self) -> None:
-        """All stages. What fails is noted."""
+        """Go through all stages, and note failures."""
         for stage in stages(self._plan):
-            pending = [one for one in stage.measures if not self._journal.is_done(self._record(stage, one))]
+            sides = self._sides(stage)
+            if not stage.can_run([side.name for side in sides]):
+                continue
+            names = [side.name for side in sides]
+            pending = [one for one in stage.measures if not self._journal.is_done(self._record(stage, one, names))]
             if not pending:
                 self._note(f"{stage.name}: measured before")
             elif self._has_time(stage, START_ESTIMATE_S[self._plan.mode] + pending[0].seconds):
-                self._stage(stage, pending)
+                self._stage(stage, sides, pending)
 
-    def _stage(self, stage: Stage, pending: Sequence[Measure]) -> None:
-        sides = self._sides(stage)
-        if not stage.can_run([side.name for side in sides]):
-            return
+    def _stage(self, stage: Stage, sides: Sequence[Side], pending: Sequence[Measure]) -> None:
         num_failures = 0
         for measure in pending:
             if num_failures == _MAX_FAILURES:
-                self._fail(stage, measure, "left out after failures in the same stage")
+                self._fail(stage, measure, [], "left out after failures in the same stage")
                 continue
             if not self._has_time(stage, measure.seconds):
                 return
@@ -125,10 +129,11 @@ class Runner:
         try:
             body = measure.run(self._bench, engines)
         except Exception as error:
-            self._fail(stage, measure, f"{type(error).__name__}: {error}")
+            self._fail(stage, measure, engines, f"{type(error).__name__}: {error}")
             return False
         took = time.monotonic() - begin
-        self._journal.add({"kind": MEASURED, **self._record(stage, measure), "took_s": round(took, 1), **body})
+        about = self._record(stage, measure, engines)
+        self._journal.add({"kind": MEASURED, **about, "took_s": round(took, 1), **body})
         self._note(f"{stage.name}: {what} ({', '.join(engines)}) in {took:.0f} s")
         return True
 
@@ -155,8 +160,8 @@ class Runner:
             self._journal.add({"kind": ABSENT, "mode": self._plan.mode, "side": name, "reason": reason[-2000:]})
             self._note(f"without {name}: {reason.strip().splitlines()[-1] if reason.strip() else 'no reason given'}")
 
-    def _fail(self, stage: Stage, measure: Measure, reason: str) -> None:
-        self._journal.add({"kind": FAILED, **self._record(stage, measure), "reason": reason[-2000:]})
+    def _fail(self, stage: Stage, measure: Measure, sides: Iterable[str], reason: str) -> None:
+        self._journal.add({"kind": FAILED, **self._record(stage, measure, sides), "reason": reason[-2000:]})
         self._note(f"{stage.name}: {measure.name} failed: {reason[-600:]}")
 
     def _has_time(self, stage: Stage, seconds: float) -> bool:
@@ -166,8 +171,8 @@ class Runner:
         self._note(f"{stage.name}: {max(0, left):.0f} s are left, which is not enough; run again with the same --out")
         return False
 
-    def _record(self, stage: Stage, measure: Measure) -> Record:
-        return measure.record(self._plan.mode, stage.name)
+    def _record(self, stage: Stage, measure: Measure, sides: Iterable[str]) -> Record:
+        return measure.record(self._plan.mode, stage.name, sides)
 
 
 def _model(plan: GpuPlan, directory: Path, bus: EngineProcess, note: Note) -> tuple[GpuPlan, Path]:

@@ -1,7 +1,7 @@
 """The ways to run vLLM that are compared: plain, with Headwater, with vLLM's own OffloadingConnector and with LMCache.
 
 A side is plain data: the arguments of `vllm.LLM` and the environment of its process. A variant of it differs in one
-setting, the same for all sides that are compared. What a side leaves in shared memory is removed here.
+setting, the same for all sides that are compared. This module also removes the pools from shared memory.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _with_connector(side: Side, transfer: dict[str, Any], extra: dict[str, Any])
 
 # ---- shared memory ----------------------------------------------------------------------------------------------
 def usable_capacity(asked_bytes: int) -> int:
-    """What each of two connectors can have of shared memory at the same time, at most what was asked for.
+    """Bytes of shared memory that each of two connectors can have at the same time, at most `asked_bytes`.
 
     Raises EngineError where that is next to nothing.
     """

@@ -5,7 +5,7 @@ At most two engines live at a time, and one that the next stage needs, too, stay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,10 +45,11 @@ class Measure:
         given = sides if name is None else {name: sides[name]}
         return self.work(bench, given) if self.tokens is None else self.work(bench, given, self.tokens)
 
-    def record(self, mode: str, stage: str) -> Record:
-        """What its record is about."""
+    def record(self, mode: str, stage: str, sides: Iterable[str]) -> Record:
+        """The key fields of its record, made with these sides."""
         made: dict[str, Any] = {"mode": mode, "stage": stage, "measure": self.name}
         made |= {"tokens": self.tokens, "side": self.alone}
+        made["sides"] = sorted(sides if self.alone is None else [self.alone.partition("@")[0]])
         return made
 
 
@@ -105,7 +106,7 @@ def _all_stages(plan: GpuPlan) -> Iterator[Stage]:
     large, small = f"{HEADWATER}@{LARGE_STEPS}", f"{HEADWATER}@{DEFAULT_CAPACITY}"
     yield Stage(LARGE_STEPS, ((HEADWATER, LARGE_STEPS),), (share(large),))
     yield Stage(DEFAULT_CAPACITY, ((HEADWATER, DEFAULT_CAPACITY),), (share(small),))
-    reuse = Measure("reuse", "reuse", measures.measure_reuse, seconds=150)
+    reuse = Measure("reuse", "reuse", measures.measure_reuse, seconds=180)
     without = (HEADWATER, NO_PREFIX_CACHE)
     yield Stage(f"reuse_{PLAIN}", (without, (PLAIN, NO_PREFIX_CACHE)), (reuse,))
     yield Stage(f"reuse_{LMCACHE}", (without, (LMCACHE, NO_PREFIX_CACHE)), (reuse,))

@@ -15,7 +15,7 @@ class Moment(NamedTuple):
 
 
 def moments(marks: Sequence[Sequence[Any]], load_seconds: float = 0.0) -> list[Moment]:
-    """What happened to one request, in order of time. Moments that did not come are left out.
+    """The moments of one request, in order of time. Those that did not come are left out.
 
     `load_seconds` is the worker's own clock of the load: with it the end of the load is known more closely than by the
     step that noticed it.

@@ -39,7 +39,9 @@ class Timeline:
             self._marks = None
 
     def _watch(self, owner: type, method: str, name: str, detail: Detail) -> None:
-        wrapped = getattr(owner, method)
+        wrapped = getattr(owner, method, None)
+        if wrapped is None:
+            return  # of another version of vLLM: its line is missing in the table
 
         @functools.wraps(wrapped)
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -86,7 +88,7 @@ def _num_answered(arguments: tuple[Any, ...], result: Any) -> int | None:
     return len(result) or None
 
 
-_CONNECTOR = "headwater.integrations.vllm.connector"
+_CONNECTOR = "headwater.integrations.vllm"
 _WATCHED: tuple[tuple[str, str, str, str, Detail], ...] = (
     ("vllm.v1.engine.llm_engine", "LLMEngine", "add_request", "request", _always),
     ("vllm.v1.engine.llm_engine", "LLMEngine", "step", "answer", _num_answered),
