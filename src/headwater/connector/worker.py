@@ -173,6 +173,7 @@ class WorkerSide:
         """The step's KV is in the cache: save what was not announced. Loads that went along with it have ended."""
         self._saver.end_step()
         if self._arrivals.has(LAYERWISE):
+            self._loader.finish_layers()
             self._arrivals.wait(LAYERWISE)
 
     def discard(self, orders: StepOrders | None = None) -> None:

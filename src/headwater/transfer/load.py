@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 0.25
 """How long past its deadline a load may take to end by itself; then it is ended."""
+GROUPS_AHEAD = 2
+"""Groups of layers that are launched before the step gets to them, where the staging has room."""
 LANDING_BYTES = 64 << 20
 """Staging of the lander: a lower tier is slower than any bus."""
 _MAX_TIMINGS = 4096
@@ -85,6 +87,8 @@ class Loader:
         self._changed = threading.Condition()
         """Guards `_open`; told whenever a load has got further."""
         self._pipeline = Pipeline(space, shard, self.placer, self._changed, is_landing=is_landing)
+        self._driving = threading.Lock()
+        """Held while a load that goes layer by layer is launched or settled."""
         self._closing = False
         self._seconds = 0.0
         self._timings: deque[float] = deque(maxlen=_MAX_TIMINGS)
@@ -151,15 +155,57 @@ class Loader:
             return
         with self._changed:
             loads = [load for load in self._open if load.layerwise]
-            for load in loads:
-                left_s = max(0.0, load.deadline - time.monotonic())
-                if not self._changed.wait_for(lambda load=load: load.has_launched(layer), left_s):  # type: ignore[misc]
-                    load.is_missed = load.is_given_up = True
-            events = [load.event_of(layer) for load in loads]
         stream = current_stream(self._device)
-        for event in events:
-            if event is not None:
+        for load in loads:
+            self._launch_until(loads, load, layer)
+            if (event := load.event_of(layer)) is not None:
                 stream.wait(event)
+
+    def finish_layers(self) -> None:
+        """The step is over: launch what is left of loads whose layers it did not wait for."""
+        with self._changed:
+            loads = [load for load in self._open if load.layerwise]
+        for load in loads:
+            self._launch_until(loads, load, self._shard.layers[-1])
+
+    def _launch_until(self, loads: Sequence[Load], load: Load, layer: int) -> None:
+        """See that a layer of a load is launched, and the next groups as far as there is room.
+
+        The loader's thread only begins a load. The rest is launched by the engine's own thread: two threads that launch
+        at the same time wait for each other's turn in the interpreter more than for the bus.
+        """
+        while not load.is_launched.is_set():
+            if load.is_handed and len(load.events) > load.group_of(layer):
+                break
+            handed = next((one for one in loads if one.is_handed and not one.is_launched.is_set()), None)
+            if load.is_handed:
+                handed = load
+            if handed is not None:
+                self._launch(handed, wait=True)
+            elif load.has_launched(layer) or not self._wait_begun(load, layer):
+                return
+        while load.is_handed and len(load.events) <= load.group_of(layer) + GROUPS_AHEAD:
+            if not self._launch(load, wait=False):
+                return
+
+    def _wait_begun(self, load: Load, layer: int) -> bool:
+        """Wait until the loader's thread has begun a load, or launched a layer of it; False where it is too late."""
+        with self._changed:
+            left_s = max(0.0, load.deadline - time.monotonic())
+            is_good = self._changed.wait_for(lambda: load.is_handed or load.has_launched(layer), left_s)
+            if not is_good:
+                load.is_missed = load.is_given_up = True
+        return is_good
+
+    def _launch(self, load: Load, *, wait: bool) -> bool:
+        with self._driving:
+            try:
+                return self._pipeline.launch(load, wait=wait)
+            except Exception:
+                log.exception("a load failed; the engine computes what is missing")
+                load.is_missed = load.is_given_up = True
+                load.is_launched.set()
+                return False
 
     @property
     def has_open(self) -> bool:
@@ -173,6 +219,7 @@ class Loader:
             for load in self._open:
                 if load.name == name:
                     load.is_cancelled = load.is_given_up = True
+                    load.is_launched.set()
             self._changed.notify_all()
         if self._lander is not None:
             self._lander.cancel(name)
@@ -233,13 +280,27 @@ class Loader:
         try:
             self.placer.begin(load)
             if load.layerwise:
-                start = time.monotonic()
-                num_loaded = self._pipeline.load_layers(load)
-                self._seconds += time.monotonic() - start
-                self._finish(load, 0 if load.is_missed else num_loaded)
+                self._load_layers(load)
         except Exception:
             log.exception("a load failed; the engine computes what is missing")
             self._fail_all()
+
+    def _load_layers(self, load: Load) -> None:
+        """Begin a load that goes layer by layer, and wait until all of it was launched and has arrived."""
+        start = time.monotonic()
+        self._pipeline.start_layers(load)
+        if self.placer.runs_beside:
+            with self._changed:
+                load.is_handed = True
+                self._changed.notify_all()
+            load.is_launched.wait(max(0.0, load.deadline + GRACE_S - time.monotonic()))
+        with self._driving:
+            while not self.placer.runs_beside and self._pipeline.launch(load, wait=True):
+                pass
+            load.is_launched.set()
+            num_loaded = self._pipeline.settle_layers(load)
+        self._seconds += time.monotonic() - start
+        self._finish(load, 0 if load.is_missed else num_loaded)
 
     def _advance(self) -> None:
         """One piece of work; then report the loads of which nothing is under way any more."""
@@ -295,6 +356,7 @@ class Loader:
         """Report a load; the second report of one is not made."""
         if not load.gate.close():
             return
+        load.is_launched.set()
         if is_overdue:
             self._pipeline.statuses[Status.TIMEOUT] += len(load.chunks)
             self.placer.synchronize()  # its last writes may be under way

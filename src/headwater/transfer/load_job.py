@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -53,6 +54,12 @@ class Load:
     """Layer by layer: chunks, from the first on, of which nothing is known to be missing or damaged."""
     events: list[Event] = field(default_factory=list)
     """By group: when it is in place. As many as have been launched."""
+    next_part: int = 0
+    """Of the group that is being launched: how many parts have been."""
+    is_handed: bool = False
+    """The engine's thread launches its further groups, in `wait_layer`."""
+    is_launched: threading.Event = field(default_factory=threading.Event)
+    """Nothing more of it will be launched."""
     is_cancelled: bool = False
     is_given_up: bool = False
     """Not all of it will come: nobody need wait for the rest."""
@@ -68,14 +75,15 @@ class Load:
 
     def has_launched(self, layer: int) -> bool:
         """Whether a layer (of the whole model) is in place in the order of the device, or nobody need wait for it."""
-        return self.is_given_up or len(self.events) > self._group_of(layer)
+        return self.is_given_up or len(self.events) > self.group_of(layer)
 
     def event_of(self, layer: int) -> Event | None:
         """When a layer that was launched is in place; None where it is given up."""
-        group = self._group_of(layer)
+        group = self.group_of(layer)
         return self.events[group] if group < len(self.events) else None
 
-    def _group_of(self, layer: int) -> int:
+    def group_of(self, layer: int) -> int:
+        """The number of the group that a layer belongs to."""
         return next(number for number, group in enumerate(self.groups) if layer <= group[-1])
 
 

@@ -124,46 +124,61 @@ class Pipeline:
             self._narrow(load, num_good)
 
     # ---- layer by layer -----------------------------------------------------------------------------------------
-    def load_layers(self, load: Load) -> int:
-        """Bring groups of layers in their order: chunks that were right in all of them, counted from the first."""
-        for number, layers in enumerate(load.groups):
-            if not number:
-                for first, size in self._part_sizes(load):
-                    part = self._look_up(load, first, size) if not self.is_over(load) else None
-                    if part is not None:
-                        load.parts.append(part)
-                        self._bring_layers(load, part, layers)
-                    if part is None or len(part.chunks) < size:
-                        self._narrow(load, first + (len(part.chunks) if part is not None else 0))
-                        break
-            else:
-                for part in load.parts:
-                    self._bring_layers(load, part, layers)
-            if self.is_over(load):
-                return self._settle_layers(load, 0)
-            with self._changed:
-                load.events.append(self._placer.event())
-                self._changed.notify_all()
-        return self._settle_layers(load, None)
+    def start_layers(self, load: Load) -> None:
+        """Look up a load that goes layer by layer, and begin to bring its first group of layers."""
+        for first, size in self._part_sizes(load):
+            part = self._look_up(load, first, size) if not self.is_over(load) else None
+            if part is not None:
+                load.parts.append(part)
+                self._bring_layers(load, part, load.groups[0], wait=True)
+            if part is None or len(part.chunks) < size:
+                self._narrow(load, first + (len(part.chunks) if part is not None else 0))
+                break
+        load.next_part = len(load.parts)
+        self.launch(load, wait=True)
 
-    def _settle_layers(self, load: Load, num_good: int | None) -> int:
+    def launch(self, load: Load, *, wait: bool) -> bool:
+        """Begin to bring the next part of a load's next group of layers; False where nothing is left, or where there is
+        no room without waiting."""
+        if load.is_launched.is_set():
+            return False
+        if not self.is_over(load):
+            layers = load.groups[len(load.events)]
+            if load.next_part < len(load.parts):
+                if not self._bring_layers(load, load.parts[load.next_part], layers, wait=wait):
+                    return False
+                load.next_part += 1
+            if load.next_part >= len(load.parts):
+                load.next_part = 0
+                with self._changed:
+                    load.events.append(self._placer.event())
+                    self._changed.notify_all()
+        if self.is_over(load) or len(load.events) == len(load.groups):
+            load.is_launched.set()
+        return True
+
+    def settle_layers(self, load: Load) -> int:
+        """Wait for everything of a load: chunks that were right in all layers, counted from the first."""
+        is_whole = len(load.events) == len(load.groups)
         while self._placing:
             self._retire()
         load.is_going = False
-        if num_good is not None:
-            return num_good
-        if load.is_damaged and not self.is_over(load):
+        if not is_whole or self.is_over(load):
+            return 0
+        if load.is_damaged:
             self._judge(load, load.chunks[load.num_good])
         self.statuses[Status.OK] += load.num_good
         self._space.note_taken(load.num_good, load.num_good * self._layer_bytes * len(self._shard.layers))
         return load.num_good
 
-    def _bring_layers(self, load: Load, part: Part, layers: range) -> None:
+    def _bring_layers(self, load: Load, part: Part, layers: range, *, wait: bool) -> bool:
         """Bring some layers of what is good of a part, and write them without waiting for the answer."""
         at, stop = 0, min(len(part.chunks), load.num_good - part.first)
         while at < stop and not self.is_over(load):
-            batch = self._bring(part, layers, range(at, stop))
+            batch = self._bring(part, layers, range(at, stop), wait=wait or at > 0)
             if batch is None:
+                if not wait and not at:
+                    return False
                 raise EngineError("the staging has no room though nothing is under way")
             self._placing.append(batch)
             count = len(batch.spans) if part.loan is not None and not batch.is_placed else batch.num_good
@@ -172,6 +187,7 @@ class Pipeline:
             if batch.checked is PAST:  # the answer is known: what follows a bad chunk is of no use
                 self._retire()
                 stop = min(stop, load.num_good - part.first)
+        return True
 
     def _part_sizes(self, load: Load) -> Iterator[tuple[int, int]]:
         """(First chunk, how many) to look up and bring together: few at first."""
@@ -228,10 +244,10 @@ class Pipeline:
             raise
         return part
 
-    def _bring(self, part: Part, layers: range, spans: range) -> Batch | None:
+    def _bring(self, part: Part, layers: range, spans: range, *, wait: bool = True) -> Batch | None:
         """Begin to bring some layers of some of a part's chunks; None where there is no room now."""
         batch = self._placer.take(part, layers, spans)
-        while batch is None and self._placing:
+        while batch is None and self._placing and (wait or self._placing[0].done.query()):
             self._retire()
             batch = self._placer.take(part, layers, spans)
         if batch is None:

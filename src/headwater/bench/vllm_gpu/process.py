@@ -94,7 +94,7 @@ class EngineCommands(Commands):
         with self._timeline.recording() as marks:
             answer = self.generate([prompt], max_tokens=1)
         self.turn()
-        loaded = "vllm:headwater_load_seconds"
+        loaded = "headwater_pool_load_seconds"
         answer["load_seconds"] = self.metrics().get(loaded, 0.0) - before.get(loaded, 0.0)
         return {**answer, "marks": marks}
 

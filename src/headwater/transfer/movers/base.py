@@ -70,6 +70,8 @@ class Placer(Protocol):
     first_chunks: int
     """The same for the first window of a load, so that the copies begin early."""
     most_in_flight: int
+    runs_beside: bool
+    """Whether copies go on by themselves once they were begun."""
 
     def begin(self, load: Load) -> None:
         """Let nothing be written into a load's blocks before the moment when it was asked for."""

@@ -107,6 +107,7 @@ class CpuPlacer:
     """See `movers.base.Placer`. Copy threads carry pieces of a few layers of one chunk."""
 
     most_in_flight = 1
+    runs_beside = False
     window_chunks = first_chunks = _WINDOW_CHUNKS
 
     def __init__(self, space: Space, view: PagedView, shard: Shard) -> None:

@@ -140,6 +140,7 @@ class CudaPlacer:
     """See `movers.base.Placer`. Copies run ahead into a ring on the device, and the device verifies them there."""
 
     most_in_flight = _MAX_IN_FLIGHT
+    runs_beside = True
     first_chunks = _FIRST_CHUNKS
 
     def __init__(self, space: Space, view: PagedView, shard: Shard, staging_bytes: int) -> None:
