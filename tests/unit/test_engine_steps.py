@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.connector.config import ConnectorConfig
-from headwater.connector.orders import LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.orders import StepOrders, StepReport
 from headwater.connector.stats import TransferStats
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
@@ -30,131 +29,32 @@ from headwater.engine.link import PoolLink
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams
 from headwater.engine.sampler import Sampled, SamplingBatch
 from headwater.errors import RequestError
-from headwater.kv.hashing import KEY_BYTES, ChunkKeys, ChunkRef
-from headwater.pool.space import Match
 
-VOCAB = 50
-EOS = 7
-POISON: tuple[int, ...] = (-1,)
-"""KV that did not verify, or was computed from such."""
-ROOT = bytes(KEY_BYTES)
+from histories import EOS, POISON, ROOT, VOCAB, HistoryCache, HistoryFetch, HistorySpace, next_token
 
 
-def next_token(prefix: tuple[int, ...]) -> int:
-    """What the fake model says after a prefix. Few enough tokens that prefixes meet and EOS is hit."""
-    return hash(prefix) % VOCAB if len(prefix) % 5 else hash(prefix) % 12
-
-
-class HistoryFetch:
-    """Chunks on their way from the far tier: done after some questions, and not always complete."""
-
-    def __init__(self, space: HistorySpace, chunks: Sequence[ChunkRef]) -> None:
-        self._space = space
-        self._chunks = chunks
-        self._num_questions = space.rng.randrange(6)
-        self.num_kept = 0
-
-    @property
-    def is_done(self) -> bool:
-        self._num_questions -= 1
-        if self._num_questions == 0:
-            self.num_kept = self._space.rng.choice(
-                [len(self._chunks), self._space.rng.randrange(len(self._chunks) + 1)]
-            )
-            self._space.far -= {chunk.key for chunk in self._chunks[: self.num_kept]}
-        return self._num_questions <= 0
-
-    def release(self) -> None:
-        self._space.fetches.remove(self)
-
-
-class HistorySpace:
-    """A space of the pool whose chunks are histories, some of them in a far tier. Forgets some at times."""
-
-    lookup_s = 0.0
-    identity = SimpleNamespace(epoch=0)
-
-    def __init__(self, chunk_tokens: int, rng: random.Random) -> None:
-        self.chunk_tokens = chunk_tokens
-        self.rng = rng
-        self.kept: dict[bytes, tuple[int, ...]] = {ROOT: ()}
-        self.far: set[bytes] = set()
-        self.leases: set[str] = set()
-        self.fetches: list[HistoryFetch] = []
-
-    def root(self, **names: bytes) -> None:
-        pass
-
-    def keys(self, tokens: Sequence[int] = (), **names: Any) -> ChunkKeys:
-        return ChunkKeys(ROOT, self.chunk_tokens, tokens)
-
-    def match(self, keys: ChunkKeys, *, max_tokens: int) -> Match:
-        chunks = [chunk for chunk in keys.chunks(tail=False) if chunk.first_token + chunk.num_tokens <= max_tokens]
-        length = next((n for n, chunk in enumerate(chunks) if chunk.key not in self.kept), len(chunks))
-        found = chunks[:length]
-        room = min(self.chunk_tokens - 1, keys.num_tokens - length * self.chunk_tokens)
-        tails = [keys.tail_ref(length, count) for count in range(room, 0, -1)]
-        return Match((*found, *[tail for tail in tails if tail.key in self.kept][:1]))
-
-    def exists(self, chunks: Sequence[ChunkRef]) -> list[bool]:
-        return [chunk.key in self.kept and chunk.key not in self.far for chunk in chunks]
-
-    def fetch(self, chunks: Sequence[ChunkRef], *, deadline_s: float) -> HistoryFetch | None:
-        if all(self.exists(chunks)):
-            return None
-        self.fetches.append(HistoryFetch(self, chunks))
-        return self.fetches[-1]
-
-    def lease(self, match: Match, request_id: str) -> None:
-        self.leases.add(request_id)
-
-    def release(self, request_id: str) -> None:
-        self.leases.remove(request_id)
-
-    def store(self, chunk: ChunkRef, history: tuple[int, ...]) -> bool:
-        if chunk.parent not in self.kept or self.rng.random() < 0.2:
-            return False
-        self.kept[chunk.key] = history
-        if self.rng.random() < 0.3:
-            self.far.add(chunk.key)
-        return True
-
-
-class HistoryDevice:
-    """An executor whose KV is the history itself. Results are held back until asked for, as on a GPU."""
+class HistoryDevice(HistoryCache):
+    """An executor over such a cache. Results are held back until asked for, as on a GPU."""
 
     def __init__(
         self, num_pages: int, page_size: int, max_model_len: int, space: HistorySpace | None = None, num_ranks: int = 1
     ) -> None:
+        super().__init__(page_size, space, num_ranks)
         self.plan = SimpleNamespace(num_pages=num_pages, max_model_len=max_model_len, explanation="")
         self.vocab_size = VOCAB
-        self._page_size = page_size
-        self.histories: dict[int, tuple[int, ...]] = {}
         self._previous: list[int] = []
         self.max_rows = 0
         self.num_rows = 0
-        self._space = space
-        self._num_ranks = num_ranks
-        self._loads: dict[str, LoadOrder] = {}
-        self._report = StepReport()
         self.is_waiting = False
         """No load ends before this is False."""
         self.failure: BaseException | None = None
         """What the next step fails with, once its orders have been begun."""
-        self.num_loads = self.num_failed = self.num_saved = self.num_dropped = self.num_during = 0
 
     def launch(self, step: StepInput, sampling: SamplingBatch, orders: StepOrders) -> Pending:
-        self.order(orders)
+        self.start(orders)
         if self.failure is not None:
             error, self.failure = self.failure, None
             raise error
-        pending = self._compute(step)
-        for order in orders.during:
-            self._save(order)
-        self.num_during += len(orders.during)
-        return pending
-
-    def _compute(self, step: StepInput) -> Pending:
         self.max_rows = max(self.max_rows, step.num_rows)
         self.num_rows += step.num_rows
         assert sorted(step.query_lens.tolist(), key=lambda n: n > 1) == step.query_lens.tolist(), "decodes come first"
@@ -162,53 +62,28 @@ class HistoryDevice:
         samples, row = [], 0
         for i, count in enumerate(step.query_lens.tolist()):
             for _ in range(count):
-                position = int(step.positions[row])
-                token = int(step.token_ids[row])
+                position, token = int(step.positions[row]), int(step.token_ids[row])
                 token = token if token >= 0 else self._previous[-1 - token]
-                pages = step.page_table[i]
-                at = [
-                    int(pages[t // self._page_size]) * self._page_size + t % self._page_size
-                    for t in range(position + 1)
-                ]
-                assert at[-1] == step.slots[row]
-                if any(self.histories.get(at[t]) is POISON for t in range(position)):
-                    self.histories[at[-1]] = POISON
-                    samples += [EOS] if row in step.sample_rows else []
-                    row += 1
-                    continue
-                history = (*self.histories.get(at[position - 1], ()), token) if position else (token,)
-                assert len(history) == position + 1, "the KV before this token is not there"
-                for t in range(position):
-                    assert self.histories[at[t]] == history[: t + 1], f"position {t} holds another prefix"
-                self.histories[at[-1]] = history
+                assert self._slot(step.page_table[i], position) == step.slots[row]
+                history = self.compute(step.page_table[i], position, token)
                 if row in step.sample_rows:
-                    samples.append(next_token(history))
+                    samples.append(EOS if history is POISON else next_token(history))
                 row += 1
             assert position + 1 == step.kv_lens[i]
         self._previous = samples
+        self.end(orders)
         return Pending(Sampled(torch.tensor(samples, dtype=torch.int64), None, None), None)
 
-    # The pool's side of it
     def order(self, orders: StepOrders) -> None:
-        for order in orders.before:
-            self._save(order)
-        for load in orders.loads:
-            assert load.job.request_id not in self._loads
-            self._loads[load.job.request_id] = load
-            self.num_loads += 1
-            if load.mode != "async":
-                self._land(load)
-        assert all(request_id in self._loads for request_id in orders.cancelled), "a load that is over is cancelled"
+        self.start(orders)
 
     def discard(self, orders: StepOrders) -> None:
-        """The orders were carried out, and loads that have begun end some day."""
+        """The orders were begun: the loads among them end some day."""
 
     def take_report(self) -> StepReport:
-        for load in list(self._loads.values()):
-            if self._space is not None and not self.is_waiting and self._space.rng.random() < 0.5:
-                self._land(load)
-        report, self._report = self._report, StepReport()
-        return report
+        if not self.is_waiting:
+            self.land_some()
+        return super().take_report()
 
     def drain(self, timeout_s: float) -> bool:
         return True
@@ -218,49 +93,6 @@ class HistoryDevice:
 
     def store_stats(self) -> None:
         return None
-
-    def _save(self, order: SaveOrder) -> None:
-        """Keep what the pages hold: it must be what the chunks' keys stand for."""
-        assert self._space is not None
-        job = order.job
-        for chunk in job.chunks:
-            end = chunk.first_token + chunk.num_tokens
-            slots = [self._slot(job.block_ids, position) for position in range(chunk.first_token, end)]
-            history = self.histories[slots[-1]]
-            assert history is not POISON, "KV that is not known to be right is saved"
-            assert [self.histories[slot] for slot in slots] == [
-                history[: n + 1] for n in range(chunk.first_token, end)
-            ], "pages that hold something else are saved"
-            whole, tail = divmod(end, self._space.chunk_tokens)
-            keys = self._space.keys(history)
-            assert chunk == (keys.tail_ref(whole, tail) if tail else keys.ref(whole - 1)), "another prefix is saved"
-            if not self._space.store(chunk, history):
-                unsaved = {job.request_id: chunk.first_token}
-                self._report = self._report.merged(StepReport(unsaved=unsaved))
-                self.num_dropped += 1
-                return
-            self.num_saved += 1
-
-    def _land(self, load: LoadOrder) -> None:
-        """Write into the request's pages, whoever has them now: the device notices if they are somebody else's."""
-        assert self._space is not None
-        job, rng = load.job, self._space.rng
-        del self._loads[job.request_id]
-        most = len(job.chunks)
-        ranks = tuple(rng.choice([most, most, most, rng.randrange(most + 1)]) for _ in range(self._num_ranks))
-        for number, chunk in enumerate(job.chunks):
-            is_good = number < min(ranks)
-            history = self._space.kept[chunk.key]
-            for position in range(chunk.first_token, chunk.first_token + chunk.num_tokens):
-                slot = self._slot(job.block_ids, position)
-                self.histories[slot] = history[: position + 1] if is_good else POISON
-            if not is_good:
-                self._space.far.discard(chunk.key)
-        self.num_failed += min(ranks) < most
-        self._report = self._report.merged(StepReport(ended={job.request_id: ranks}))
-
-    def _slot(self, block_ids: Any, position: int) -> int:
-        return int(block_ids[position // self._page_size]) * self._page_size + position % self._page_size
 
     def check_alive(self) -> None:
         pass
@@ -296,10 +128,10 @@ def check_nothing_left(engine: Engine, device: HistoryDevice) -> None:
     """No page, lease or fetch is held by anybody."""
     stats = engine.stats()
     assert stats.num_pages_free + stats.num_pages_evictable == stats.num_pages, "a page is still held by somebody"
-    if device._space is not None:
-        assert not device._loads
-        assert not device._space.leases
-        assert not device._space.fetches
+    if device.space is not None:
+        assert not device.loads
+        assert not device.space.leases
+        assert not device.space.fetches
         link: Any = engine._link
         assert not link._side._tracked
 
@@ -400,9 +232,9 @@ def test_a_cache_too_small_preempts_and_goes_on() -> None:
 
 def fill(device: HistoryDevice, prompt: list[int]) -> None:
     """The pool has a prompt, all of it in its first tier."""
-    assert device._space is not None
-    for chunk in device._space.keys(prompt).chunks():
-        device._space.kept[chunk.key] = tuple(prompt[: chunk.first_token + chunk.num_tokens])
+    assert device.space is not None
+    for chunk in device.space.keys(prompt).chunks():
+        device.space.kept[chunk.key] = tuple(prompt[: chunk.first_token + chunk.num_tokens])
 
 
 def test_an_abort_while_kv_is_on_its_way_keeps_the_pages_until_it_has_come() -> None:
@@ -460,7 +292,7 @@ def test_a_step_that_fails_is_computed_and_saved_when_it_is_repeated(mode: str) 
 
 def test_a_request_whose_kv_is_far_away_lets_others_go_first() -> None:
     engine, device = make_engine(pool_seed=5, prefix_cache="naive")
-    space, prompt = device._space, list(range(20))
+    space, prompt = device.space, list(range(20))
     assert space is not None
     fill(device, prompt)
     space.far = set(space.kept) - {ROOT}
@@ -491,7 +323,7 @@ def test_a_request_whose_kv_is_far_away_lets_others_go_first() -> None:
 
 def test_an_abort_while_kv_is_being_fetched_leaves_nothing_behind() -> None:
     engine, device = make_engine(pool_seed=5, prefix_cache="naive")
-    space, prompt = device._space, list(range(20))
+    space, prompt = device.space, list(range(20))
     assert space is not None
     fill(device, prompt)
     space.far = set(space.kept) - {ROOT}

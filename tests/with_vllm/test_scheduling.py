@@ -439,9 +439,10 @@ def test_an_engine_that_computes_does_not_wait_for_a_fetch(space: Space, fetch: 
         side.add(request)
     assert side.match(far, 0) == (None, False)
     begin = time.monotonic()
+    side.order(make_step(new=[(near, [1, 2])], scheduled={"b": 20}))
+    near.num_in_flight_tokens = 20
     for _ in range(20):
-        side.order(make_step(new=[(near, [1, 2])], scheduled={"b": 1}))
-        side.order(make_step())  # the step before has not been heard of
+        side.order(make_step())
     assert time.monotonic() - begin < 20 * IDLE_WAIT_S / 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from headwater.connector.orders import ASYNC, StepOrders, StepReport
@@ -15,7 +14,6 @@ NULL_BLOCK = 0
 """vLLM never reads this block: what must not be written elsewhere may be written here."""
 IDLE_WAIT_S = 0.05
 """How long a step that has nothing to compute waits for KV from a lower tier: then vLLM looks for new requests."""
-MAX_IN_FLIGHT = 64
 
 
 class Steps:
@@ -28,8 +26,6 @@ class Steps:
         self._adapters = Adapters()
         self._requests: dict[str, Any] = {}
         self._block_ids: dict[str, list[int]] = {}
-        self._in_flight: deque[bool] = deque(maxlen=MAX_IN_FLIGHT)
-        """Whether each step that has not been heard of computes anything."""
 
     def add(self, request: Any) -> None:
         """A new request, or one whose id was another's before."""
@@ -77,15 +73,17 @@ class Steps:
             for request_id, num_scheduled in step.num_scheduled_tokens.items()
         ]
         is_idle = not step.total_num_scheduled_tokens
-        if is_idle and not any(self._in_flight) and not self.side.is_loading:
+        if is_idle and self.side.num_fetching and not self._is_busy:
             self.side.wait_fetch(IDLE_WAIT_S)
-        self._in_flight.append(not is_idle)
         return self.side.order(scheduled, is_idle=is_idle)
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether there is something else to wait for: a load, which the workers wait for, or an earlier step."""
+        return self.side.is_loading or any(request.num_in_flight_tokens for request in self._requests.values())
 
     def hear(self, report: StepReport | None, invalid_blocks: set[int]) -> None:
         """What the workers said after a step."""
-        if self._in_flight:
-            self._in_flight.popleft()
         self.side.hear(report, invalid_blocks)
 
     def finish(self, request: Any, block_ids: list[int]) -> None:

@@ -1,0 +1,225 @@
+"""vLLM's own scheduler and block manager, with the connector's scheduler side, over a cache whose KV is the history
+itself: whatever vLLM shares, preempts, takes back or resumes, no chunk is saved from blocks that hold something else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from headwater.connector.config import ConnectorConfig
+from headwater.connector.events import NoListener
+from headwater.connector.orders import StepOrders
+from headwater.connector.scheduler import SchedulerSide
+from headwater.integrations.vllm import steps
+from headwater.integrations.vllm.connector import HeadwaterConnector
+from headwater.integrations.vllm.messages import StepMetadata, WorkerMetadata
+from headwater.integrations.vllm.steps import NULL_BLOCK, Steps
+
+from histories import EOS, POISON, HistoryCache, HistorySpace, next_token
+
+BLOCK = 4
+MAX_LEN = 64
+NUM_SCENARIOS = 40
+
+
+class Connector(HeadwaterConnector):
+    """The scheduler side as it is, over a pool of histories."""
+
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig, space: HistorySpace, mode: str) -> None:
+        KVConnectorBase_V1.__init__(self, config, KVConnectorRole.SCHEDULER, cache)
+        connector = ConnectorConfig(pool="memory://", load_mode=mode, min_load_tokens=1)
+        self.side = SchedulerSide(space, connector, block_size=BLOCK, num_ranks=1, dummy_block=NULL_BLOCK)  # type: ignore[arg-type]
+        self._steps = Steps(self.side)
+        self._events = NoListener()
+        self._member = None
+
+    def get_kv_connector_stats(self) -> None:
+        return None
+
+
+class Server:
+    """vLLM's scheduler, and workers that do what it says: some steps later, if it schedules ahead."""
+
+    def __init__(self, config: VllmConfig, space: HistorySpace, mode: str, num_blocks: int, depth: int) -> None:
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=config.model_config.dtype)
+        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["model.layers.0.self_attn.attn"], spec)])
+        config.cache_config.num_gpu_blocks = num_blocks
+        self.connector = Connector(config, cache, space, mode)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(KVConnectorFactory, "create_connector", lambda **options: self.connector)
+            make = AsyncScheduler if depth > 1 else Scheduler
+            self.scheduler = make(config, cache, StructuredOutputManager(config), BLOCK, log_stats=False)
+        self.cache = HistoryCache(BLOCK, space)
+        self._depth = depth
+        self._under_way: list[tuple[Any, ModelRunnerOutput]] = []
+        self._block_ids: dict[str, list[int]] = {}
+        self._tokens: dict[str, list[int]] = {}
+        """As the workers know them, who sample before the scheduler knows."""
+        self.said: dict[str, list[int]] = {}
+        hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))
+        init_none_hash(get_hash_fn_by_name("sha256"))
+        self._make = lambda **fields: Request(pooling_params=None, block_hasher=hasher, **fields)
+
+    def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self.scheduler.add_request(self._make(request_id=name, prompt_token_ids=prompt, sampling_params=params))
+        self._tokens[name] = list(prompt)
+        self.said[name] = []
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.has_requests() or self._under_way)
+
+    def step(self) -> None:
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._under_way.append((output, self._execute(output)))
+        if self._under_way and (len(self._under_way) >= self._depth or not self.scheduler.has_requests()):
+            output, result = self._under_way.pop(0)
+            for made in self.scheduler.update_from_output(output, result).values():
+                for item in made.outputs:
+                    self.said[item.request_id] += item.new_token_ids
+
+    def _execute(self, output: Any) -> ModelRunnerOutput:
+        metadata = output.kv_connector_metadata
+        assert isinstance(metadata, StepMetadata)
+        orders: StepOrders = metadata.orders
+        self._note_blocks(output)
+        self.cache.start(orders)
+        names, sampled = list(output.num_scheduled_tokens), []
+        for name in names:
+            sampled.append(self._compute(name, output))
+        self.cache.end(orders)
+        self.cache.land_some()
+        ended, self.cache.ended = self.cache.ended, []
+        invalid = {block for load, count in ended for block in load.failed_blocks(count, BLOCK, NULL_BLOCK)}
+        told = KVConnectorOutput(
+            finished_recving={load.job.request_id for load, _ in ended if load.mode == "async"} or None,
+            invalid_block_ids=invalid | orders.wrong_blocks,
+            kv_connector_worker_meta=WorkerMetadata(self.cache.take_report()),
+        )
+        return ModelRunnerOutput(
+            names, {name: i for i, name in enumerate(names)}, sampled_token_ids=sampled, kv_connector_output=told
+        )
+
+    def _note_blocks(self, output: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            self._block_ids[new.req_id] = list(new.block_ids[0])
+            self._computed = getattr(self, "_computed", {}) | {new.req_id: new.num_computed_tokens}
+        cached = output.scheduled_cached_reqs
+        for name, block_ids, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            more = list(block_ids[0]) if block_ids else []
+            self._block_ids[name] = more if name in cached.resumed_req_ids else self._block_ids[name] + more
+            self._computed[name] = num_computed
+
+    def _compute(self, name: str, output: Any) -> list[int]:
+        request = self.scheduler.requests[name]
+        start, count = self._computed[name], output.num_scheduled_tokens[name]
+        tokens, known = self._tokens[name], list(request.all_token_ids)
+        tokens[: len(known)] = known
+        for position in range(start, start + count):
+            history = self.cache.compute(self._block_ids[name], position, tokens[position])
+        if start + count < len(known) or start + count < request.num_prompt_tokens:
+            return []  # a part of a prompt
+        del tokens[start + count :]
+        tokens.append(EOS if history is POISON else next_token(history))
+        return [tokens[-1]]
+
+
+@pytest.fixture(scope="module")
+def configs(qwen3: Path) -> Iterator[dict[tuple[int, int], VllmConfig]]:
+    """By (steps ahead, tokens in a step)."""
+    made = {}
+    for depth in (1, 2):
+        for budget in (8, 16, 64):
+            args = EngineArgs(
+                model=str(qwen3),
+                max_model_len=MAX_LEN,
+                max_num_batched_tokens=budget,
+                max_num_seqs=4,
+                async_scheduling=depth > 1,
+                enable_prefix_caching=True,
+                kv_transfer_config=KVTransferConfig(
+                    kv_connector="HeadwaterConnector",
+                    kv_connector_module_path="headwater.integrations.vllm",
+                    kv_role="kv_both",
+                    kv_load_failure_policy="recompute",
+                ),
+            )
+            made[depth, budget] = args.create_engine_config()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "IDLE_WAIT_S", 0.0)  # how often a fetch is asked about must not depend on the clock
+        yield made
+
+
+def expected(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(min(max_tokens, MAX_LEN - len(prompt))):
+        tokens.append(next_token(tuple(tokens)))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_schedule_of_vllm_gives_the_same_tokens(configs: dict[tuple[int, int], VllmConfig], seed: int) -> None:
+    for number in range(NUM_SCENARIOS):
+        run_scenario(configs, random.Random(1000 * seed + number))
+
+
+def run_scenario(configs: dict[tuple[int, int], VllmConfig], rng: random.Random) -> None:
+    """Some requests, many of which begin alike, in a cache that may be too small for them."""
+    depth, budget = rng.choice(list(configs))
+    mode = rng.choice(["async", "layerwise", "blocking"]) if depth == 1 else "async"
+    space = HistorySpace(rng.choice([1, 2, 3, 8]), rng)
+    space.drop_rate, space.far_rate, space.fail_rate = (rng.choice([0.0, 0.1, 0.5]) for _ in range(3))
+    server = Server(configs[depth, budget], space, mode, 2 + MAX_LEN // BLOCK + rng.randrange(24), depth)
+    prompts: dict[str, tuple[list[int], int]] = {}
+    aborted = set[str]()
+    base = [rng.randrange(3, 5) for _ in range(MAX_LEN)]
+    for number in range(rng.randint(1, 12)):
+        prompt = [*base[: rng.randrange(MAX_LEN - 12)], *[rng.randrange(3, 5) for _ in range(rng.randint(1, 10))]]
+        prompts[f"r{number}"] = prompt, rng.randint(1, 12)
+        server.add(f"r{number}", *prompts[f"r{number}"])
+        for _ in range(rng.choice([0, 1, 2, 3, 30])):
+            server.step()
+        if rng.random() < 0.3:
+            server.scheduler.reset_prefix_cache()
+        if rng.random() < 0.2:
+            name = f"r{rng.randrange(number + 1)}"
+            aborted.add(name)
+            server.abort(name)
+    for _ in range(3000):
+        if not server.has_work:
+            break
+        server.step()
+    assert not server.has_work
+    for name, (prompt, max_tokens) in prompts.items():
+        wanted = expected(prompt, max_tokens)
+        assert server.said[name] == (wanted[: len(server.said[name])] if name in aborted else wanted)
+    assert not server.cache.loads
+    assert not space.leases
+    assert not space.fetches
+    assert not server.connector.side._tracked
+    assert server.connector._steps is not None, "it was switched off"
