@@ -171,6 +171,28 @@ def test_a_step_that_is_interrupted_before_it_begins(
     check_no_leases(pool_url)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_a_pool("shm async; shm layerwise")
+def test_chunks_that_find_no_room_in_staging_are_saved_later(
+    load: str, pool_url: str, ranks: int, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that is larger than staging does not break the chain for good."""
+    path, references = oracle(4)
+    config = small_config(path, pool=pool_url, pool_load=load, tensor_parallel_size=ranks, prefix_cache="naive")
+    usual = EngineConfig.connector.fget  # type: ignore[attr-defined]
+    # On rank 0 there is room for two chunks at a time, and the step completes four.
+    monkeypatch.setattr(EngineConfig, "connector", property(lambda self: replace(usual(self), staging_bytes=1)))
+    with Engine(config) as engine:
+        got, _ = generate(engine, references)
+        check_tokens("little room", references, got, totals)
+        assert engine.drain_saves(10.0)
+        assert engine.stats().pool.num_dropped > 0, "there was room: this test tested nothing"
+        got, cached = generate(engine, references)
+        check_tokens("found again", references, got, totals)
+        assert cached == [512, 302, 256]
+    check_no_leases(pool_url)
+
+
 @contextmanager
 def vandal(files: list[Path], seed: int) -> Iterator[None]:
     """Writes random pages of noise into these files, until the end."""
