@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from headwater.integrations.vllm.working import Idle
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -28,7 +29,6 @@ from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import NoEvents
 from headwater.integrations.vllm.options import read_options
 from headwater.integrations.vllm.startup import check_hosts, start_scheduling, start_working
-from headwater.integrations.vllm.working import Idle
 from headwater.stores import embedded
 
 from vllm_models import QWEN3, random_tokens
