@@ -257,6 +257,46 @@ def test_a_fetch_that_is_released_or_late_stops(tmp_path: Path, monkeypatch: pyt
         assert front_of(pool).stats().pending_bytes == 0
 
 
+def test_a_fetch_may_be_released_while_it_notes_ages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "WINDOW_BYTES", 1)  # one chunk at a time
+    with two_tiers(tmp_path) as (pool, space, chunks):
+        near, front, begun, go = tiers_of(pool)[0], front_of(pool), threading.Event(), threading.Event()
+        real, calls = near.fill, list[int]()
+
+        def fill(*args: Any) -> list[Filling]:
+            calls.append(1)
+            if len(calls) == 4:
+                begun.set()
+                assert go.wait(30)
+            return real(*args)
+
+        near.fill = fill
+        fetch = fetch_of(space, chunks)
+        assert begun.wait(30)
+        redate = front.redate
+
+        def redate_meanwhile(ages: Any) -> None:
+            """The thread notes another chunk's age while this one goes through those that there are."""
+            left = iter(ages.items())
+            next(left)
+            go.set()
+            assert fetch.wait(time.monotonic() + 30)
+            redate(dict(left))
+
+        monkeypatch.setattr(front, "redate", lambda ages: redate(ages) if go.is_set() else redate_meanwhile(ages))
+        fetch.release()
+        assert len(calls) == 4
+        assert not front._core.members.published(), "a lease outlives its fetch"
+
+
+def test_a_fetch_may_be_released_after_its_pool_was_closed(tmp_path: Path) -> None:
+    with two_tiers(tmp_path) as (_, space, chunks):
+        fetch = fetch_of(space, chunks)
+        assert fetch.wait(time.monotonic() + 30)
+    fetch.release()
+    assert fetch.num_kept == 0
+
+
 def test_what_cannot_be_kept_is_said_at_once(tmp_path: Path) -> None:
     with two_tiers(tmp_path) as (pool, space, chunks):
         suffix = fetch_of(space, chunks[5:])

@@ -1,19 +1,26 @@
-"""The CPU's saver among its peers: a chunk that one rank cannot save is given up by all of them, at once."""
+"""Savers when something goes wrong: a chunk that one rank cannot save is given up by all of them at once, and whatever
+fails, every chunk is settled, told of, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the transfer needs torch")
 
+from headwater.errors import StoreError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
-from headwater.kv.topology import Topology
+from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Space, open_pool
 from headwater.stores.base import Status
+from headwater.transfer import save as saving
 from headwater.transfer.save import Saver
 from transfer_layer_cases import held_up
 
@@ -81,3 +88,122 @@ def test_a_part_that_is_dropped_aborts_its_chunk(scheme: str, first: str, by_lay
             assert rank.saver.drain(10)
             rank.saver.close()
         assert all(space.exists(chunks))
+
+
+def one_rank(space: Space, **options: Any) -> Saver:
+    """The only rank of a server, with staging for two chunks."""
+    shard = whole_shard(SPEC)
+    view, _ = cache_view(SPEC, shard, num_blocks=2 * CHUNKS * CHUNK // BLOCK, block_size=BLOCK, order=ORDERS[0])
+    return Saver(space, view, shard, staging_bytes=2 * SPEC.extent_bytes(CHUNK), deadline_s=5.0, **options)
+
+
+BLOCKS = np.arange(CHUNKS * CHUNK // BLOCK, dtype=np.int32)
+
+
+@pytest.mark.parametrize("launch", [1, 2, 3])
+def test_a_step_whose_gather_fails_settles_all_its_saves(launch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_pool("memory://?capacity=8MiB") as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        saver = one_rank(space, patience_s=5.0, mover="cuda")
+        chains = {name: space.keys(range(at, at + CHUNKS * CHUNK)).chunks() for name, at in (("a", 0), ("b", 9000))}
+        gather, calls = saving.gather, list[int]()
+
+        def failing(*args: Any, **options: Any) -> None:
+            calls.append(1)
+            if len(calls) == launch:
+                raise RuntimeError("no launch")
+            gather(*args, **options)
+
+        monkeypatch.setattr(saving, "gather", failing)
+        try:
+            for name, chunks in chains.items():
+                saver.begin(name, chunks, BLOCKS)
+            with pytest.raises(RuntimeError, match="no launch"):
+                saver.end_step()
+            assert not saver.has_open
+            assert saver.drain(10)
+            told = dict(saver.take_unsaved())
+            for name, chunks in chains.items():
+                there = space.exists(chunks)
+                assert told[name] == chunks[there.index(False)].first_token
+            assert saver.ring.num_free == saver.ring.count
+            assert pool.stats().store.pending_bytes == 0
+            saver.save("a", chains["a"], BLOCKS)  # nothing stands in the way of the next
+            assert saver.drain(10)
+            assert all(space.exists(chains["a"]))
+        finally:
+            saver.close()
+
+
+def test_a_save_whose_gather_fails_tells_of_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_pool("memory://?capacity=8MiB") as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        saver = one_rank(space, patience_s=5.0)
+        chains = {name: space.keys(range(at, at + 2 * CHUNK)).chunks() for name, at in (("a", 0), ("b", 9000))}
+
+        def failing(*args: Any, **options: Any) -> None:
+            raise RuntimeError("no launch")
+
+        monkeypatch.setattr(saving, "gather", failing)
+        try:
+            with pytest.raises(RuntimeError, match="no launch"):
+                saver.save_all([saving.Wanted(name, chunks, BLOCKS) for name, chunks in chains.items()])
+            assert saver.drain(10)
+            assert dict(saver.take_unsaved()) == {"a": 0, "b": 0}
+        finally:
+            saver.close()
+
+
+def test_a_commit_that_raises_leaves_nothing_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_pool("memory://?capacity=8MiB") as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks = space.keys(range(2 * CHUNK)).chunks()
+        saver = one_rank(space)
+
+        def failing(*args: Any, **options: Any) -> list[Status]:
+            raise StoreError("no answer")
+
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(space, "commit_shard", failing)
+                saver.save("r", chunks, BLOCKS)
+                assert saver.drain(10)
+            assert saver.take_unsaved() == [("r", 0)]
+            assert pool.stats().store.pending_bytes == 0
+        finally:
+            saver.close()
+
+
+CLOSED_UNDER_A_SAVE = """
+import sys, threading
+from test_transfer_saver import BLOCKS, CHUNK, CHUNKS, SPEC, identity, one_rank, open_pool
+pool = open_pool(sys.argv[1])
+space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+saver = one_rank(space)
+storer, begun, go = saver._sender._storer, threading.Event(), threading.Event()
+copy = storer.copy
+def held_up(*args, **options):
+    begun.set()
+    assert go.wait(30)
+    return copy(*args, **options)
+storer.copy = held_up
+saver.save("r", space.keys(range(2 * CHUNK)).chunks(), BLOCKS)
+assert begun.wait(30)
+pool.close()
+go.set()
+assert saver.drain(10)
+assert saver.take_unsaved() == [("r", 0)]
+assert saver.ring.num_free == saver.ring.count
+saver.close()
+print("survived")
+"""
+
+
+def test_a_pool_that_is_closed_under_a_save_does_not_end_the_process(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(here), str(here.parent)])}
+    with temporary_url("shm", tmp_path, "capacity=8MiB") as url:
+        command = [sys.executable, "-c", CLOSED_UNDER_A_SAVE, url]
+        ended = subprocess.run(command, env=env, text=True, capture_output=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "survived" in ended.stdout

@@ -39,7 +39,8 @@ class Aborts:
             self._due = self._due if self._owed else time.monotonic() + RETRY_S
             until = time.monotonic() + OWED_S
             self._owed.update({chunk.key: (chunk, until) for chunk in chunks})
-        self._space.abort(chunks)
+        with suppress(HeadwaterError, OSError):  # what cannot be aborted expires
+            self._space.abort(chunks)
 
     def abort_failed(self, outcome: Iterable[tuple[ChunkRef, Status]], *, has_begun: bool) -> int:
         """Abort chunks that could not be stored; how many those were.

@@ -128,8 +128,12 @@ class Saver:
                 self._sender.tell(PassOn(room, PAST))
                 raise
             self._sender.count(job.chunks)
-            self._gather(job, room)
             done += room.num_units
+            try:
+                self._gather(job, room)
+            except BaseException:
+                self._drop(chunks[done:], names[done:])
+                raise
 
     def _drop(self, chunks: Sequence[ChunkRef], names: Sequence[str]) -> None:
         """There is no room: tell this server's other ranks that these chunks will not be complete."""
@@ -212,9 +216,12 @@ class Saver:
         where none was."""
         while self._open and self._open[0].num_layers:
             self.layer_done(self._shard.layers[self._open[0].num_layers])
-        untold, self._open = self._open, []
-        for job in untold:
-            self._save_job(job)
+        while self._open:
+            try:
+                self._save_job(self._open.pop(0))
+            except BaseException:
+                self.discard()
+                raise
         self._save_late()
 
     def _save_job(self, job: SaveJob) -> None:

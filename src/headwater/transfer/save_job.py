@@ -38,6 +38,8 @@ class Target(NamedTuple):
     segment: int
     address: int
     extent: Reservation
+    memory: npt.NDArray[np.uint8]
+    """The segment: it stays mapped as long as somebody fills it, whoever closes the pool meanwhile."""
 
 
 @dataclass(eq=False)

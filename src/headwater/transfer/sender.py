@@ -201,7 +201,7 @@ class Sender:
             if not any(noted) and None not in places and self._filling.isdisjoint(keys):
                 # As usual: all of it is to be filled.
                 found = zip(addresses, places, extents, strict=True)
-                targets = [Target(a, a + place.offset, extent) for a, place, extent in found if a and place]
+                targets = [Target(a, a + p.offset, extent, p.segment) for a, p, extent in found if a and p]
                 job.targets.update(zip(spans, targets, strict=True))
                 job.states[spans.start : spans.stop] = [PartState.FILLING] * len(spans)
                 self._filling.update(keys)
@@ -217,7 +217,7 @@ class Sender:
                     refused.append((spans[row], status))
                     extent.close()
                 else:
-                    job.targets[spans[row]] = Target(address, address + place.offset, extent)
+                    job.targets[spans[row]] = Target(address, address + place.offset, extent, place.segment)
                     job.states[spans[row]] = PartState.FILLING
                     self._filling.add(chunk.key)
             if refused:
@@ -250,8 +250,8 @@ class Sender:
         nothing."""
         job, left = work.job, work.room.num_bytes
         try:
-            if work.plan is None:
-                raise EngineError("the gather was not launched")
+            if work.plan is None or (not job.is_open and not job.alive(work.spans)):
+                raise EngineError("the gather was not launched, or another piece of the job has failed")
             if not job.is_open:
                 self._aborts.resume(job.chunks)
             if job.sums is None:
@@ -344,8 +344,11 @@ class Sender:
                 tokens = sum([job.chunks[span].num_tokens for span in good])
                 self.num_bytes += owned.num_tiles * tokens * self._space.spec.row_bytes
         except Exception:
-            log.exception("a commit failed")
-            self._end_parts(job, [span for span in filled if span not in known], PartState.ABORTED)
+            log.exception("a commit failed; its chunks are aborted")
+            lost_spans = [span for span in filled if span not in known]
+            for span in reversed(lost_spans):
+                extents[span].abort()
+            self._end_parts(job, lost_spans, PartState.ABORTED)
         finally:
             self._space.close_all(list(extents.values()))
             self._filling.difference_update([job.chunks[span].key for span in filled])

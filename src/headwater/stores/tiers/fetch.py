@@ -17,7 +17,7 @@ from itertools import groupby
 
 import numpy as np
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, StoreClosedError
 from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Split, whole_shard
@@ -112,10 +112,15 @@ class TierFetch:
         with self._lock:
             is_first, self._is_released = not self._is_released, True
             lease, self._lease, self._num_kept = self._lease, None, 0
-        if is_first and self._ages:
-            self._front.redate(self._ages)
-        if lease is not None:
-            lease.release()
+            ages = dict(self._ages) if is_first else {}  # the thread may be adding to them
+        try:
+            if ages:
+                self._front.redate(ages)
+        except StoreClosedError:
+            return  # and everything with it
+        finally:
+            if lease is not None:
+                lease.release()
 
     # ---- in a thread --------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -231,7 +236,8 @@ class TierFetch:
         for (i, extent), filling, age in zip(ready, fillings, ages, strict=True):
             if filling.status == Status.OK:
                 good[i] = filling
-                self._ages[window[i].key], self._from[window[i].key] = age, tier
+                with self._lock:
+                    self._ages[window[i].key], self._from[window[i].key] = age, tier
                 tier.counts.add(hits=1, hit_bytes=extent.nbytes)
             else:
                 tier.counts.add(misses=1)
