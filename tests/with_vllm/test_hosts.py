@@ -20,7 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from headwater.bench.vllm_engine import engine, settings_of
+from headwater.bench.vllm_engine import engine
 from headwater.connector.events import NoListener
 from headwater.connector.idle import IdleWorker
 from headwater.connector.orders import StepReport
@@ -32,7 +32,7 @@ from headwater.integrations.vllm.options import read_options
 from headwater.integrations.vllm.startup import check_hosts, start_scheduling, start_working
 from headwater.stores import embedded
 
-from vllm_models import QWEN3, random_tokens
+from vllm_models import QWEN3, random_tokens, settings_of
 
 OPTIONS = read_options({}, "kv_both")
 
@@ -173,7 +173,7 @@ def test_greetings_of_a_connector_to_another_pool_are_not_ours(hosts: list[Host]
 
 @pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_an_engine_with_a_rank_elsewhere_runs_without_the_pool(qwen3: Path, log_file: Path, tmp_path: Path) -> None:
     """Real vLLM with two ranks, the second of which has another /dev/shm."""
     name = f"headwater-test-{uuid.uuid4().hex[:12]}"
