@@ -113,6 +113,6 @@ def nothing_left() -> Iterator[None]:
         return not any(left)
 
     try:
-        wait_until(nothing, timeout_s=10.0)
+        wait_until(nothing)
     except AssertionError:
         raise AssertionError(f"left behind: threads {left[0]}, descriptors {left[1]}") from None

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from support import wait_until
+from support import WAIT_S, wait_until
 
-START_S = 20.0
+START_S = WAIT_S
 
 
 def free_port() -> int:

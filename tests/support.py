@@ -28,6 +28,8 @@ from headwater.stores.embedded import destroy, store_directory
 from headwater.stores.url import parse_url
 
 MIB = 1 << 20
+WAIT_S = 120.0
+"""For anything that happens in the background, on a machine that has other things to do."""
 
 
 def identity(tag: int = 0, dtype: str = "float16") -> Identity:
@@ -84,7 +86,7 @@ def temporary_url(scheme: str, tmp_path: object, options: str = "capacity=8MiB")
     destroy(parse_url(url))  # raises if anybody still has it open
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0, what: str = "condition") -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S, what: str = "condition") -> None:
     """Poll until true; fail loudly otherwise."""
     end = time.monotonic() + timeout_s
     while not condition():

@@ -16,7 +16,7 @@ from headwater.kv.topology import Topology
 from headwater.pool import Space, open_pool
 from headwater.stores.base import Filled, Status
 
-from support import empty_tiles, gqa, identity, local_tiles
+from support import WAIT_S, empty_tiles, gqa, identity, local_tiles
 
 SPEC = gqa(layers=2, heads=8, dim=16)
 CHUNK = 16
@@ -66,7 +66,7 @@ class Child:
 
     def wait_stopped(self) -> None:
         """Until the kernel says that it is stopped."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + WAIT_S
         while Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
             assert time.monotonic() < end, "the child did not stop"
             time.sleep(0.001)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -24,6 +23,8 @@ pytest.importorskip("uvicorn")
 from headwater.cli.demo import two_servers
 from headwater.cli.demo.live import LiveServer, Reply
 from headwater.errors import EngineError, InvalidArgumentError, ModelError
+
+from support import WAIT_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +71,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
 
     class Watched(LiveServer):
         def close(self) -> None:
-            with urlopen(f"{self._url}/metrics", timeout=60) as reply:
+            with urlopen(f"{self._url}/metrics", timeout=WAIT_S) as reply:
                 lines = [line for line in reply.read().decode().splitlines() if not line.startswith("#")]
             seen.append({name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)})
             super().close()
@@ -140,12 +141,9 @@ def test_ctrl_c_leaves_nothing() -> None:
             assert process.stderr is not None
             line = process.stderr.readline()
             assert "two servers load" in line, line
-            deadline = time.monotonic() + 60
-            while sum("process" in name for name in set(leftovers()) - before) < 2:
-                assert time.monotonic() < deadline, "the servers were not started"
-                time.sleep(0.01)
+            wait_until(lambda: sum("process" in name for name in set(leftovers()) - before) >= 2, what="both servers")
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
+            assert process.wait(WAIT_S) == 130
         finally:
             process.kill()
     assert set(leftovers()) == before

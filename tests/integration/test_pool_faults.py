@@ -1,7 +1,7 @@
 """The pool fails while requests run: deleted, full of noise, silent, or its writer killed. Answers stay right and come.
 
-A request waits for the pool no longer than its deadlines say, and then computes what it has not got. The bound of each
-test is those deadlines plus a generous multiple of the time that computing everything takes.
+A request waits for the pool no longer than its deadlines say, and then computes what it has not got. A silent pool is
+silent for far longer than any of these tests may take, so waiting for it is noticed on the slowest machine.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ from pool_cases import (
     nothing_left,
     small_config,
 )
-from support import wait_until
+from pool_waits import wait_saved
+from support import WAIT_S, wait_until
 
 pytestmark = pytest.mark.slow
 
 LOAD_DEADLINE_S = 2.0
-SILENCE_S = 30.0
-SLOWEST = 10.0
-"""How many times slower than alone everything may be computed on a machine that does other things."""
+SILENCE_S = 3600.0
+TOGETHER = 1.75
+"""Deadlines that each of three requests may wait where all wait at once. One after another they would wait for two."""
 NUM_SAID = 12
 totals = Comparison()
 
@@ -95,14 +96,6 @@ def on_a_pool(cases: str, *names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("pool_url", "load", *names), rows, indirect=["pool_url"], ids=ids)
 
 
-def recompute_seconds(path: Path, references: list[Reference]) -> float:
-    """What the prompts take without a pool."""
-    with Engine(small_config(path)) as engine:
-        begin = time.monotonic()
-        generate(engine, references)
-        return max(0.5, time.monotonic() - begin)
-
-
 def pool_files(url: str) -> list[Path]:
     return sorted(Path(store_directory(parse_url(url))).iterdir())
 
@@ -110,14 +103,14 @@ def pool_files(url: str) -> list[Path]:
 def fill(engine: Engine, references: list[Reference]) -> None:
     """Ask everything once, so that the pool has it and the engine itself forgets it."""
     generate(engine, references)
-    assert engine.drain_saves(10.0)
+    assert engine.drain_saves(WAIT_S)
     engine.reset_prefix_cache()
 
 
 def check_no_leases(url: str) -> None:
     with open_pool(url) as pool:
-        assert not any(chunk.leased for chunk in pool.scan())
-        assert pool.stats().store.pending_bytes == 0
+        wait_until(lambda: not any(chunk.leased for chunk in pool.scan()), what="all leases are released")
+        wait_until(lambda: pool.stats().store.pending_bytes == 0, what="nothing is pending")
 
 
 # Files
@@ -240,7 +233,7 @@ def test_the_files_are_overwritten_with_noise(kind: str, load: str, pool_url: st
         if kind == "data":
             assert cached == [0, 0, 0]
             assert engine.stats().pool.num_damaged > 0
-        assert engine.drain_saves(10.0)
+        assert engine.drain_saves(WAIT_S)
 
 
 @on_a_pool("shm async; shm layerwise; shm blocking")
@@ -263,7 +256,7 @@ def test_one_tile_of_a_middle_layer_and_chunk_is_damaged(load: str, pool_url: st
             assert cached == [256]
             assert engine.stats().pool.num_damaged == 1
             assert pool.stats().store.damaged == 1
-            assert engine.drain_saves(10.0)
+            assert engine.drain_saves(WAIT_S)
             got, cached = generate(engine, first)
             check_tokens(f"{load}, again", first, got, totals)
             assert cached == [512]
@@ -276,7 +269,7 @@ def test_one_tile_of_a_middle_layer_and_chunk_is_damaged(load: str, pool_url: st
 
 
 class SilentStore:
-    """A store that answers some calls only after half a minute (or when it is told that the test is over)."""
+    """A store that answers some calls only when it is told that the test is over (or after an hour)."""
 
     lookup_s = 0.2
     mapped = None
@@ -301,18 +294,24 @@ class SilentStore:
 
 
 @pytest.fixture
-def silent_stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SilentStore]]:
+def over() -> Iterator[threading.Event]:
+    """Set when a silence ends, at the end of the test at the latest."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def silent_stores(over: threading.Event, monkeypatch: pytest.MonkeyPatch) -> list[SilentStore]:
     """Engines open their pools on stores that can be made to fall silent."""
     opened: list[SilentStore] = []
-    over = threading.Event()
 
     def open_silent(url: str, *, group: int | None = None) -> Pool:
         opened.append(SilentStore(open_store(url, group), over))
         return Pool(opened[-1])
 
     monkeypatch.setattr(executor, "open_pool", open_silent)
-    yield opened
-    over.set()
+    return opened
 
 
 LOOKUPS = {"run", "exists", "lease", "touch"}
@@ -330,11 +329,10 @@ SILENT = {
     shm layerwise writes; shm async everything""",
     "what",
 )
-def test_the_store_answers_after_half_a_minute(
+def test_the_store_does_not_answer(
     what: str, load: str, pool_url: str, oracle: Oracle, silent_stores: list[SilentStore]
 ) -> None:
     path, references = oracle(4)
-    alone_s = recompute_seconds(path, references)
     calls, deadline_s, expected = SILENT[what]
 
     def run(engine: Engine) -> None:
@@ -347,14 +345,14 @@ def test_the_store_answers_after_half_a_minute(
         check_tokens(f"{what}, {load}", references, got, totals)
         assert cached == expected
         assert store.num_silent > 0, "nobody asked"
-        assert took_s < deadline_s + SLOWEST * alone_s, f"{took_s:.2f} s; {alone_s:.2f} without a pool"
+        assert took_s < WAIT_S
         if load == "blocking":  # all in one step, which waits for one deadline
-            assert engine.stats().pool.wait_seconds < len(references) * (deadline_s + 0.5)
+            assert engine.stats().pool.wait_seconds < TOGETHER * len(references) * deadline_s
         # A store that is well again is used again.
         store.silent = set()
         store.over.set()
         wait_until(lambda: generate(engine, references)[1] == [512, 302, 256], what="a hit")
-        assert engine.drain_saves(10.0)
+        assert engine.drain_saves(WAIT_S)
 
     with nothing_left():
         config = small_config(path, pool=pool_url, pool_load=load, prefix_cache="naive")
@@ -365,11 +363,11 @@ def test_the_store_answers_after_half_a_minute(
 
 
 @on_a_pool("file async; file layerwise; file blocking")
-def test_the_disk_hangs(load: str, pool_url: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_hangs(
+    load: str, pool_url: str, oracle: Oracle, over: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`preadv` and `pwritev` do not return: requests cost one deadline together, later ones nothing."""
     path, references = oracle(4)
-    alone_s = recompute_seconds(path, references)
-    over = threading.Event()
     real_read, real_write = os.preadv, os.pwritev
 
     def read(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
@@ -387,16 +385,16 @@ def test_the_disk_hangs(load: str, pool_url: str, oracle: Oracle, monkeypatch: p
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", read)
             patch.setattr(os, "pwritev", write)
-            for deadline_s in (LOAD_DEADLINE_S + GRACE_S, LOAD_DEADLINE_S / 2):
+            for most in (TOGETHER, 0.9):
                 begin, waited_s = time.monotonic(), engine.stats().pool.wait_seconds
                 got, cached = generate(engine, references)
                 took_s = time.monotonic() - begin
                 waited_s = engine.stats().pool.wait_seconds - waited_s
                 check_tokens(f"disk, {load}", references, got, totals)
                 assert cached == [0, 0, 0]
-                assert took_s < deadline_s + SLOWEST * alone_s, f"{took_s:.2f} s; {alone_s:.2f} without a pool"
+                assert took_s < WAIT_S
                 if load == "blocking":  # all in one step, which waits for one deadline
-                    assert waited_s < len(references) * (deadline_s + 0.5)
+                    assert waited_s < most * len(references) * (LOAD_DEADLINE_S + GRACE_S)
             over.set()
         wait_until(lambda: generate(engine, references)[1] == [512, 302, 256], what="a hit")
         assert engine.stats().pool.num_damaged == 0, "late is not damaged"
@@ -407,7 +405,6 @@ def test_the_disk_hangs(load: str, pool_url: str, oracle: Oracle, monkeypatch: p
 def test_a_process_is_stopped_while_it_holds_the_write_lock(load: str, pool_url: str, oracle: Oracle) -> None:
     """Nobody can write. What is there is still read, and what cannot be saved is dropped."""
     path, references = oracle(4)
-    alone_s = recompute_seconds(path, references)
     with nothing_left(), Engine(small_config(path, pool=pool_url, pool_load=load, prefix_cache="naive")) as engine:
         fill(engine, references[:1])
         with Child("stop_inside_transaction", pool_url) as child:
@@ -418,14 +415,14 @@ def test_a_process_is_stopped_while_it_holds_the_write_lock(load: str, pool_url:
             took_s = time.monotonic() - begin
             check_tokens(f"stopped, {load}", references, got, totals)
             assert cached == [512, 256, 0]
-            assert took_s < LOAD_DEADLINE_S + SLOWEST * alone_s
+            assert took_s < WAIT_S
             child.signal(signal.SIGCONT)
             child.expect("woken")
-            assert engine.drain_saves(10.0)
+            assert engine.drain_saves(WAIT_S)
 
         def third_is_there() -> bool:
             found = generate(engine, references)[1]
-            assert engine.drain_saves(10.0)
+            assert engine.drain_saves(WAIT_S)
             return found == [512, 302, 256]
 
         wait_until(third_is_there, what="the third prompt's chunk")
@@ -465,16 +462,21 @@ class Server:
         import httpx
 
         fields = {"prompt": prompt, "max_tokens": NUM_SAID, "temperature": 0}
-        reply = httpx.post(f"{self.url}/v1/completions", json=fields, timeout=120)
+        reply = httpx.post(f"{self.url}/v1/completions", json=fields, timeout=WAIT_S)
         body = reply.raise_for_status().json()
         return body["choices"][0]["text"], body["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    def ask_in_vain(self, prompt: list[int]) -> None:
-        """Ask a server that dies under it."""
+    def ask_until_it_dies(self, asked: list[list[int]]) -> None:
+        """Ask one prompt after another, and note them."""
         import httpx
 
-        with pytest.raises(httpx.HTTPError):
-            self.ask(prompt)
+        rng = random.Random(3)
+        try:
+            while True:
+                asked.append([rng.randrange(1000, 20000) for _ in range(600)])
+                self.ask(asked[-1])
+        except httpx.HTTPError:
+            return
 
     def __enter__(self) -> Server:
         return self
@@ -494,27 +496,33 @@ def test_a_server_is_killed_in_the_middle_of_a_save(pool_url: str, load: str) ->
     except ModelError as error:
         pytest.skip(str(error))
     url = pool_url.replace("64MiB", "512MiB")
-    rng = random.Random(3)
-    prompt = [rng.randrange(1000, 20000) for _ in range(600)]
+    asked: list[list[int]] = []
     with open_pool(url) as pool:
-        with Server("smollm2", url) as doomed:
-            asking = threading.Thread(target=doomed.ask_in_vain, args=(prompt,), name="asking")
-            asking.start()
-            pid = doomed.engine_pid()
-            # A save takes some dozens of milliseconds here: stop it at the first sight of bytes that are not visible.
-            end = time.monotonic() + 120
-            while not pool.stats().store.pending_bytes:
-                assert time.monotonic() < end, "no save was seen"
+
+        def is_caught() -> bool:
+            """Stopped at the first sight of bytes that are not visible; woken again where they have become so."""
+            if not pool.stats().store.pending_bytes:
+                return False
             os.kill(pid, signal.SIGSTOP)
             wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
-            assert pool.stats().store.pending_bytes > 0, "the save had ended when the server was stopped"
+            if pool.stats().store.pending_bytes:
+                return True
+            os.kill(pid, signal.SIGCONT)
+            return False
+
+        with Server("smollm2", url) as doomed:
+            asking = threading.Thread(target=doomed.ask_until_it_dies, args=(asked,), name="asking")
+            asking.start()
+            pid = doomed.engine_pid()
+            wait_until(is_caught, what="a server is stopped in the middle of a save")
             os.kill(pid, signal.SIGKILL)
             os.kill(doomed.process.pid, signal.SIGKILL)
             asking.join()
+        prompt = asked[-1]
         with Server("smollm2", url) as other:
-            assert pool.stats().store.pending_bytes == 0, "a dead server's bytes are pending"
+            wait_until(lambda: pool.stats().store.pending_bytes == 0, what="a dead server's bytes are free")
             text, _ = other.ask(prompt)
-            wait_until(lambda: pool.stats().store.chunks >= 3 and not pool.stats().store.pending_bytes)
+            wait_saved(url, [(prompt, len(prompt))])
         tokens, _ = _ask_engine(prompt)
         assert text == open_checkpoint("smollm2").load_tokenizer().decode(tokens)
         assert _ask_engine(prompt, pool=url) == (tokens, 599), "what the second server saved, the tail included"

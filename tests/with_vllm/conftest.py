@@ -50,7 +50,7 @@ def qwen3_twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pool_url() -> Iterator[str]:
     """A pool of this module's own, deleted afterwards."""
     name = f"headwater-test-{uuid.uuid4().hex[:12]}"
-    yield f"shm:///{name}?capacity=1GiB"
+    yield f"shm:///{name}?capacity=1GiB&deadline=60"
     shutil.rmtree(f"/dev/shm/{name}", ignore_errors=True)
 
 

@@ -23,7 +23,7 @@ def main() -> None:
             for output in engine.step():
                 tokens[output.request_id] += output.token_ids
                 cached[output.request_id] = output.num_cached_tokens
-        assert engine.drain_saves(30)
+        assert engine.drain_saves(120)
     print("@" + json.dumps({"tokens": list(tokens.values()), "cached": list(cached.values())}))
 
 

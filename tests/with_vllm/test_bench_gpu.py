@@ -12,7 +12,7 @@ from headwater.bench.vllm_gpu import TRIAL, merge, run
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_plain_vllm_and_headwater_take_turns_and_a_hit_is_taken_apart(tmp_path: Path) -> None:
     notes: list[str] = []
     plan = replace(TRIAL, sides=("plain", "headwater"), parts=("local", "burst"), profile=True, out=tmp_path / "out")

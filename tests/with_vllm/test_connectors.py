@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headwater.bench.vllm_engine import engine, settings_of
+from headwater.bench.vllm_engine import engine
+from headwater.integrations.vllm.inputs import Adapters
+from headwater.kv.identity import Identity
+from headwater.pool.pool import open_pool
 
-from vllm_models import QWEN3, hit_tokens, random_tokens
+from pool_waits import spaces
+from support import wait_until
+from vllm_models import QWEN3, hit_tokens, random_tokens, settings_of, wait_for_hits, wait_for_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
@@ -31,8 +38,8 @@ def test_a_producer_saves_and_a_consumer_loads(qwen3: Path, pool_url: str, log_f
             made = producer.ask("generate", prompts=[PROMPT], max_tokens=1)
             assert made["external"] == 0, "a producer loaded"
             assert producer.ask("reset")
-        producer.ask("generate", prompts=[random_tokens(701, 20)], max_tokens=4)  # its steps carry the counts out
-        assert producer.ask("metrics")["headwater_pool_saved_bytes"] > 0
+            wait_for_hits(pool_url, [PROMPT], epoch=1)
+        wait_for_metrics(producer, lambda found: found.get("headwater_pool_saved_bytes", 0) > 0)
     with engine(log_file, settings_of(qwen3, pool_url, role="kv_consumer", extra={"epoch": 1})) as consumer:
         hit = consumer.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
         assert hit["external"] == HIT
@@ -40,12 +47,12 @@ def test_a_producer_saves_and_a_consumer_loads(qwen3: Path, pool_url: str, log_f
 
 
 def test_beside_another_connector(qwen3: Path, pool_url: str, log_file: Path, tmp_path: Path) -> None:
-    """Inside MultiConnector, after one that never has anything, it loads, saves and counts."""
+    """Inside MultiConnector, before one that has whole blocks of the same prompts, it loads, saves and counts."""
     settings = settings_of(qwen3, pool_url, extra={"epoch": 2})
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "never")},
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
     }
     settings["kv_transfer_config"] = {
         "kv_connector": "MultiConnector",
@@ -55,10 +62,13 @@ def test_beside_another_connector(qwen3: Path, pool_url: str, log_file: Path, tm
     }
     with engine(log_file, settings) as both:
         cold = both.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
+        wait_for_hits(pool_url, [PROMPT], epoch=2)  # MultiConnector asks the other one for what this one has not yet
         assert both.ask("reset")
         hit = both.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
         assert hit["external"] == HIT
         assert hit["tokens"] == cold["tokens"]
+        metrics = wait_for_metrics(both, lambda found: found.get("headwater_pool_saved_bytes", 0) > 0)
+        assert metrics["headwater_pool_loaded_tokens"] == HIT
 
 
 def save_lora(directory: Path, seed: int) -> Path:
@@ -87,11 +97,14 @@ def test_two_adapters_of_one_name_do_not_share(qwen3: Path, pool_url: str, log_f
     said = []
     for number in (0, 1):
         settings = settings_of(qwen3, pool_url, extra={"epoch": 3}, enable_lora=True, max_lora_rank=8)
+        digest = Adapters().digest(SimpleNamespace(**lora[number], load_inplace=False))
         with engine(log_file, settings) as running:
             bare = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
             assert bare["external"] == HIT * number, "without an adapter the second server finds the first one's KV"
             cold = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW, lora=lora[number])
             assert cold["external"] == 0, "another adapter's KV was found"
+            wait_for_hits(pool_url, [PROMPT], epoch=3)
+            wait_for_hits(pool_url, [PROMPT], epoch=3, adapter=digest)
             assert running.ask("reset")
             hit = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW, lora=lora[number])
             assert hit["external"] == HIT
@@ -112,6 +125,7 @@ def test_events_tell_what_the_pool_has(qwen3: Path, pool_url: str, log_file: Pat
     settings = settings_of(qwen3, pool_url, extra={"epoch": 4})
     settings["kv_events_config"] = events
     heard: list[Any] = []
+    stored: list[Any] = []
     stop = threading.Event()
 
     def listen() -> None:
@@ -126,11 +140,14 @@ def test_events_tell_what_the_pool_has(qwen3: Path, pool_url: str, log_file: Pat
     listener.start()
     try:
         with engine(log_file, settings) as running:
-            for number in range(20):
-                running.ask("generate", prompts=[PROMPT, random_tokens(710 + number, 20)], max_tokens=NUM_NEW)
-                stored = [event for batch in heard for event in batch[1] if event.get("ownership") == "headwater"]
-                if len(stored) >= 2:
-                    break
+            numbers = itertools.count(710)
+
+            def is_told() -> bool:
+                running.ask("generate", prompts=[PROMPT, random_tokens(next(numbers), 20)], max_tokens=NUM_NEW)
+                stored[:] = [event for batch in heard for event in batch[1] if event.get("ownership") == "headwater"]
+                return len(stored) >= 2
+
+            wait_until(is_told, what="two chunks are announced")
     finally:
         stop.set()
         listener.join()
@@ -171,9 +188,17 @@ def test_a_model_with_sliding_windows_runs_without_the_pool(
 
 
 def test_random_weights_are_nobody_elses(qwen3: Path, pool_url: str, log_file: Path) -> None:
+    seen = set[str]()
+
+    def is_new(identity: Identity) -> bool:
+        return identity.epoch == 6 and identity.weights not in seen
+
     for _ in range(2):
-        with engine(log_file, settings_of(qwen3, pool_url, load_format="dummy")) as running:
+        with engine(log_file, settings_of(qwen3, pool_url, load_format="dummy", extra={"epoch": 6})) as running:
             assert running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)["external"] == 0
+            wait_for_hits(pool_url, [PROMPT], whose=is_new)
+            with open_pool(pool_url) as pool:
+                seen |= {space.identity.weights for space in spaces(pool)}
             assert running.ask("reset")
             assert running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)["external"] == HIT
 
@@ -184,7 +209,9 @@ def test_two_dtypes_do_not_share(qwen3: Path, pool_url: str, log_file: Path) -> 
     for dtype in ("float32", "float16", "float32"):
         with engine(log_file, settings_of(qwen3, pool_url, extra={"epoch": 5}, dtype=dtype)) as running:
             first = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
-            running.ask("generate", prompts=[random_tokens(702, 20)], max_tokens=40)  # time for a first save
+            wait_for_hits(
+                pool_url, [PROMPT], whose=lambda found, dtype=dtype: found.epoch == 5 and found.run_dtype == dtype
+            )
             assert running.ask("reset")
             again = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
             assert again["tokens"] == first["tokens"]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from headwater.bench.vllm_engine import engine, settings_of
+from headwater.bench.vllm_engine import engine
 
-from vllm_models import random_tokens
+from vllm_models import random_tokens, settings_of, wait_for_hits, wait_for_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
@@ -35,10 +35,12 @@ def files_of(pool_url: str) -> Path:
 def test_damage_in_every_load_mode(
     load_mode: str, qwen3: Path, pool_url: str, log_file: Path, said: list[list[int]]
 ) -> None:
-    more: dict[str, Any] = {"extra": {"load_mode": load_mode, "epoch": 1 + len(load_mode)}}
+    epoch = 1 + len(load_mode)
+    more: dict[str, Any] = {"extra": {"load_mode": load_mode, "epoch": epoch}}
     with engine(log_file, settings_of(qwen3, pool_url, **more)) as running:
         for _ in range(3):
             assert running.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)["tokens"] == said
+            wait_for_hits(pool_url, PROMPTS, epoch=epoch)
             assert running.ask("reset")
             for segment in files_of(pool_url).glob("data*"):
                 with segment.open("r+b") as file:
@@ -48,7 +50,7 @@ def test_damage_in_every_load_mode(
             hurt = running.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)
             assert hurt["tokens"] == said
             assert running.ask("reset")
-        assert running.ask("metrics")["headwater_pool_damaged_chunks"] > 0
+        wait_for_metrics(running, lambda found: found["headwater_pool_damaged_chunks"] > 0)
 
 
 def test_a_pool_that_is_too_small_is_only_a_small_pool(
@@ -66,6 +68,7 @@ def test_a_pool_whose_files_are_deleted_is_empty(
 ) -> None:
     with engine(log_file, settings_of(qwen3, pool_url, extra={"epoch": 99})) as running:
         assert running.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)["tokens"] == said
+        wait_for_hits(pool_url, PROMPTS, epoch=99)
         assert running.ask("reset")
         shutil.rmtree(files_of(pool_url))
         for _ in range(2):
@@ -78,12 +81,14 @@ def test_a_store_that_is_slower_than_its_deadline_is_a_miss(
     load_mode: str, qwen3: Path, pool_url: str, log_file: Path, said: list[list[int]]
 ) -> None:
     """No load can be done in a microsecond: every one ends late, and everything is computed."""
-    more: dict[str, Any] = {"extra": {"load_mode": load_mode, "load_deadline_s": 1e-6, "epoch": 7 + len(load_mode)}}
+    epoch = 11 + len(load_mode)
+    more: dict[str, Any] = {"extra": {"load_mode": load_mode, "load_deadline_s": 1e-6, "epoch": epoch}}
     with engine(log_file, settings_of(qwen3, pool_url, **more)) as running:
         for _ in range(2):
             assert running.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)["tokens"] == said
+            wait_for_hits(pool_url, PROMPTS, epoch=epoch)
             assert running.ask("reset")
-        assert running.ask("metrics")["headwater_pool_failed_loads"] > 0
+        wait_for_metrics(running, lambda found: found["headwater_pool_failed_loads"] > 0)
 
 
 def test_a_worker_that_is_killed_is_a_clean_error(qwen3: Path, pool_url: str, log_file: Path) -> None:
@@ -122,6 +127,7 @@ def test_prompt_logprobs_are_right(qwen3: Path, pool_url: str, log_file: Path, s
     """They need every position computed, so vLLM must not be given KV for such a request."""
     with engine(log_file, settings_of(qwen3, pool_url, extra={"epoch": 55})) as running:
         assert running.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)["tokens"] == said
+        wait_for_hits(pool_url, PROMPTS, epoch=55)
         assert running.ask("reset")
         asked = running.ask("generate", prompts=PROMPTS[:1], max_tokens=NUM_NEW, logprobs=1)
         assert asked["tokens"] == said[:1]

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from headwater.bench.vllm_engine import EngineProcess, engine, settings_of
+from headwater.bench.vllm_engine import EngineProcess, engine
 from headwater.connector.metrics import POOL_METRICS
 
 from metric_cases import samples
+from pool_waits import wait_saved
 from support import wait_until
-from vllm_models import hit_tokens, random_tokens
+from vllm_models import hit_tokens, random_tokens, settings_of, wait_for_hits, wait_for_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PROMPTS = [random_tokens(1, 700, 40000), random_tokens(2, 300, 40000), random_tokens(3, 1030, 40000)]
 """Two whose ends are worth a tail of their own, and one whose is not."""
@@ -44,52 +45,61 @@ def server(smollm2: Path, pool_url: str, log_file: Path, expected: object) -> It
         yield running
 
 
-def test_a_second_request_hits_and_says_the_same(server: EngineProcess, expected: dict[str, list[list[int]]]) -> None:
+def test_a_second_request_hits_and_says_the_same(
+    server: EngineProcess, pool_url: str, expected: dict[str, list[list[int]]]
+) -> None:
     cold = server.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)
     assert cold["tokens"] == expected["tokens"][:3]
     assert cold["external"] == 0
+    wait_for_hits(pool_url, PROMPTS)
     assert server.ask("reset")
     hit = server.ask("generate", prompts=PROMPTS, max_tokens=NUM_NEW)
     assert hit["tokens"] == cold["tokens"]
     assert hit["local"] == 0
     assert hit["external"] == sum(map(hit_tokens, PROMPTS))
-    metrics = server.ask("metrics")
+    counted = ("headwater_pool_saved_bytes", "headwater_store_used_bytes")
+    metrics = wait_for_metrics(server, lambda found: all(found.get(name, 0) > 0 for name in counted), 40000)
     # A prompt's last token comes along, though it is computed.
     num_loaded = hit["external"] + sum(hit_tokens(prompt) == len(prompt) - 1 for prompt in PROMPTS)
     assert metrics["headwater_pool_loaded_bytes"] == num_loaded * 30 * 3 * 2 * 64 * 4
-    assert metrics["headwater_pool_saved_bytes"] > 0
     assert not metrics.get("headwater_pool_dropped_chunks")
     assert metrics["headwater_pool_asked_tokens"] >= 2 * sum(len(prompt) - 1 for prompt in PROMPTS)
     assert metrics["headwater_pool_loaded_tokens"] == metrics["headwater_pool_matched_tokens"] == hit["external"]
     assert metrics["headwater_pool_load_duration_seconds_count"] == len(PROMPTS)
-    assert 0 < metrics["headwater_store_used_bytes"] <= metrics["headwater_store_data_bytes"] < 1 << 30
+    assert metrics["headwater_store_used_bytes"] <= metrics["headwater_store_data_bytes"] < 1 << 30
 
 
-def test_two_equal_prompts_of_one_step_are_saved_right(server: EngineProcess) -> None:
+def test_two_equal_prompts_of_one_step_are_saved_right(server: EngineProcess, pool_url: str) -> None:
     """The second one shares blocks that the first computes in the same step."""
     prompt = random_tokens(6, 420, 40000)
     cold = server.ask("generate", prompts=[prompt, prompt], max_tokens=NUM_NEW)
     assert cold["local"] > 0, "nothing was shared: this test tested nothing"
     assert cold["tokens"][0] == cold["tokens"][1]
+    wait_for_hits(pool_url, [prompt])
     assert server.ask("reset")
     hit = server.ask("generate", prompts=[prompt], max_tokens=NUM_NEW)
     assert hit["external"] == hit_tokens(prompt)
     assert hit["tokens"] == cold["tokens"][:1]
 
 
-def test_the_next_turn_finds_what_was_generated(server: EngineProcess, expected: dict[str, list[list[int]]]) -> None:
+def test_the_next_turn_finds_what_was_generated(
+    server: EngineProcess, pool_url: str, expected: dict[str, list[list[int]]]
+) -> None:
     """The tail that the request ended with is in the pool, and it ends inside a chunk."""
+    num_computed = len(PROMPTS[0]) + NUM_NEW - 1
+    wait_saved(pool_url, [(expected["turn"][0], num_computed)])
     assert server.ask("reset")
     turn = server.ask("generate", prompts=[expected["turn"][0]], max_tokens=NUM_NEW)
     assert turn["tokens"] == expected["turn"][1:]
-    assert turn["external"] == len(PROMPTS[0]) + NUM_NEW - 1, "the last token generated was never computed"
+    assert turn["external"] == num_computed, "the last token generated was never computed"
 
 
-def test_salts_do_not_share(server: EngineProcess, expected: dict[str, list[list[int]]]) -> None:
+def test_salts_do_not_share(server: EngineProcess, pool_url: str, expected: dict[str, list[list[int]]]) -> None:
     for salt in ("tenant a", "tenant b"):
         assert server.ask("reset")
         first = server.ask("generate", prompts=[PROMPTS[0]], max_tokens=NUM_NEW, salt=salt)
         assert first["external"] == 0, "another tenant's KV was found"
+        wait_for_hits(pool_url, [PROMPTS[0]], tenant=salt.encode())
         assert server.ask("reset")
         again = server.ask("generate", prompts=[PROMPTS[0]], max_tokens=NUM_NEW, salt=salt)
         assert again["external"] == hit_tokens(PROMPTS[0])
@@ -97,12 +107,13 @@ def test_salts_do_not_share(server: EngineProcess, expected: dict[str, list[list
 
 
 def test_after_a_reset_of_the_connector_nothing_old_is_found(
-    server: EngineProcess, expected: dict[str, list[list[int]]]
+    server: EngineProcess, pool_url: str, expected: dict[str, list[list[int]]]
 ) -> None:
     """And nobody else's chunks are gone: the next test, in another process, finds them."""
     assert server.ask("reset", connector=True)
     fresh = server.ask("generate", prompts=[PROMPTS[0]], max_tokens=NUM_NEW)
     assert fresh["external"] == 0
+    wait_for_hits(pool_url, [PROMPTS[0]], whose=lambda identity: identity.epoch > 0)
     assert server.ask("reset")
     again = server.ask("generate", prompts=[PROMPTS[0]], max_tokens=NUM_NEW)
     assert again["external"] == hit_tokens(PROMPTS[0])
@@ -127,32 +138,32 @@ def test_three_ranks_read_and_write_what_one_rank_does(
         later = ranks.ask("generate", prompts=[LATER], max_tokens=NUM_NEW)
         assert later["external"] == 0
         assert [*hit["tokens"], *later["tokens"]] == expected["tokens"]
+        wait_for_hits(pool_url, [LATER])
         check_page_of_ranks(ranks)
 
 
 def check_page_of_ranks(ranks: EngineProcess) -> None:
     """vLLM's page has every metric; what only ranks know has come from the ranks, and the store's figures from one
     process alone. Steps carry the figures out, and the copier is a process of its choice."""
-    shown: dict[str, float] = {}
+    found: dict[str, dict[str, float]] = {}
+    models = set[str]()
 
     def is_copied() -> bool:
         ranks.ask("generate", prompts=[random_tokens(6, 16, 40000)], max_tokens=2)
-        text = ranks.ask("page")
-        shown.update(samples(text, only={"engine": "0"}, start="headwater_"))
-        stored = [value for name, value in shown.items() if name.startswith("headwater_tier_stored_total{")]
-        return len(stored) == 2 and min(stored) == max(stored)
+        shown = samples(ranks.ask("page"), only={"engine": "0"}, start="headwater_")
+        for name, value in shown.items():
+            plain, _, labels = name.partition("{")
+            models.add(labels.partition('model_name="')[2].partition('"')[0])
+            found.setdefault(plain, {})[labels.partition('tier="')[2].partition(":")[0]] = value
+        tiers, chunks = found.get("headwater_tier_stored_total", {}), found.get("headwater_store_chunks", {}).get("")
+        stored = found.get("headwater_store_stored_total", {}).get("")
+        return tiers.keys() == {"shm", "file"} and {*tiers.values(), stored} == {chunks}
 
-    wait_until(is_copied, 60, "all chunks are in both tiers")
-    (model,) = {name.partition('model_name="')[2].partition('"')[0] for name in shown}
-    found: dict[str, dict[str, float]] = {}
-    for name, value in shown.items():
-        plain, _, labels = name.partition("{")
-        found.setdefault(plain, {})[labels.partition('tier="')[2].partition(":")[0]] = value
+    wait_until(is_copied, what="all chunks are in both tiers, and counted")
+    (model,) = models
     assert model
     missing = {metric.name for metric in POOL_METRICS if metric.kind != "histogram"} - found.keys()
     assert not missing
-    chunks = found["headwater_store_chunks"][""]
-    assert found["headwater_store_stored_total"][""] == found["headwater_tier_stored_total"]["file"] == chunks
     assert found["headwater_store_members"][""] >= 4, "three ranks and the scheduler"
     assert found["headwater_tier_hits_total"]["shm"] > 0 == found["headwater_tier_hits_total"]["file"]
     assert found["headwater_tier_breaker_open"] == {"shm": 0, "file": 0}
@@ -199,6 +210,7 @@ def said(qwen3: Path, pool_url: str, log_file: Path) -> list[list[int]]:
     settings = settings_of(qwen3, pool_url, block_size=32, num_gpu_blocks_override=34, max_model_len=512)
     with engine(log_file, settings) as small:
         alone = [small.ask("generate", prompts=[prompt], max_tokens=150)["tokens"][0] for prompt in QWEN_PROMPTS]
+        wait_for_hits(pool_url, QWEN_PROMPTS)
         assert small.ask("reset")
         together = small.ask("generate", prompts=QWEN_PROMPTS, max_tokens=150)
         assert together["tokens"] == alone

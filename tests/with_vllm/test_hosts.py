@@ -21,17 +21,19 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from headwater.bench.vllm_engine import engine, settings_of
+from headwater.bench.vllm_engine import engine
+from headwater.connector.events import NoListener
+from headwater.connector.idle import IdleWorker
+from headwater.connector.orders import StepReport
 from headwater.integrations.vllm import connector as connector_module
 from headwater.integrations.vllm import startup
 from headwater.integrations.vllm.connector import HeadwaterConnector
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
-from headwater.integrations.vllm.events import NoEvents
 from headwater.integrations.vllm.options import read_options
 from headwater.integrations.vllm.startup import check_hosts, start_scheduling, start_working
 from headwater.stores import embedded
 
-from vllm_models import QWEN3, random_tokens
+from vllm_models import QWEN3, random_tokens, settings_of
 
 OPTIONS = read_options({}, "kv_both")
 
@@ -50,7 +52,7 @@ def test_what_the_configuration_says_is_declined_before_anything_else_is_done(
     parallel = ParallelConfig(**{"tensor_parallel_size": 4, "distributed_executor_backend": "mp", **settings})
     config: Any = SimpleNamespace(parallel_config=parallel)
     with pytest.raises(DeclinedError, match=reason):
-        start_scheduling(config, None, OPTIONS, NoEvents())
+        start_scheduling(config, None, OPTIONS, NoListener())
     with pytest.raises(DeclinedError, match=reason):
         start_working(config, None, OPTIONS, {})
 
@@ -89,10 +91,10 @@ class Host:
             if role == KVConnectorRole.WORKER:
                 weights = startup.name_weights(config, made._options)
                 member = startup.join(config, cache, made._options, weights, is_first=True)
-                working = SimpleNamespace(take_report=lambda: None)
+                working = SimpleNamespace(take_report=StepReport)
                 here.setattr(connector_module, "start_working", lambda *_: (working, member))
                 made.register_kv_caches({})
-                assert not isinstance(made._working, Idle)
+                assert not isinstance(made._worker, IdleWorker)
         return made
 
 
@@ -130,9 +132,9 @@ def test_ranks_that_see_another_pool_switch_it_off(
     """One place for the scheduler and one for each of two ranks."""
     scheduler = hosts[places[0]].connector(config, KVConnectorRole.SCHEDULER)
     workers = [hosts[place].connector(config, KVConnectorRole.WORKER) for place in places[1:]]
-    assert scheduler._scheduling is not None
+    assert scheduler._steps is not None
     tell(scheduler, workers, tells)
-    assert scheduler._scheduling is None
+    assert scheduler._steps is None
     assert "Headwater is off: this engine's ranks do not share one pool" in log.text
 
 
@@ -143,7 +145,7 @@ def test_ranks_that_see_the_same_pool_go_on(
     scheduler = hosts[0].connector(config, KVConnectorRole.SCHEDULER)
     workers = [hosts[0].connector(config, KVConnectorRole.WORKER) for _ in range(2)]
     tell(scheduler, workers, tells)
-    assert scheduler._scheduling is not None
+    assert scheduler._steps is not None
     assert "Headwater is off" not in log.text
     assert all(worker.build_connector_worker_meta() is None or tells == "greetings" for worker in workers)
 
@@ -167,12 +169,12 @@ def test_greetings_of_a_connector_to_another_pool_are_not_ours(hosts: list[Host]
     other = greetings([hosts[1].connector(config, KVConnectorRole.WORKER)])
     other[0, 0].pool = "shm:///other"  # type: ignore[attr-defined]
     scheduler.set_xfer_handshake_metadata_pp_aware(other)
-    assert scheduler._scheduling is not None
+    assert scheduler._steps is not None
 
 
 @pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_an_engine_with_a_rank_elsewhere_runs_without_the_pool(qwen3: Path, log_file: Path, tmp_path: Path) -> None:
     """Real vLLM with two ranks, the second of which has another /dev/shm."""
     name = f"headwater-test-{uuid.uuid4().hex[:12]}"

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from headwater.bench.vllm_engine import SRC, engine, settings_of
+from headwater.bench.vllm_engine import SRC, engine
 
-from vllm_models import hit_tokens, random_tokens
+from pool_waits import wait_saved
+from vllm_models import hit_tokens, random_tokens, settings_of, wait_for_hits
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
@@ -51,6 +52,7 @@ def test_every_direction_of_block_sizes_and_between_one_and_two_ranks(
                 cold = running.ask("generate", prompts=[prompts[writes]], max_tokens=NUM_NEW)
                 assert cold["external"] == 0
                 assert cold["tokens"] == [expected[writes]]
+                wait_for_hits(pool_url, [prompts[writes]])
 
 
 PREFIXES = [random_tokens(200 + i, 300) for i in range(4)]
@@ -67,15 +69,18 @@ def said(qwen3: Path, log_file: Path) -> list[list[int]]:
 @pytest.mark.parametrize("load_mode", ["async", "layerwise", "blocking"])
 def test_sixteen_at_once(load_mode: str, qwen3: Path, pool_url: str, log_file: Path, said: list[list[int]]) -> None:
     """Computed in parts of 256 tokens, with prefixes in common, and then loaded, all at once."""
-    extra = {"load_mode": load_mode, "epoch": 1 + len(load_mode)}  # each mode computes everything anew
+    epoch = 1 + len(load_mode)
+    extra = {"load_mode": load_mode, "epoch": epoch}  # each mode computes everything anew
     more: dict[str, Any] = {"max_num_batched_tokens": 256, "extra": extra}
     with engine(log_file, settings_of(qwen3, pool_url, block_size=32, **more)) as running:
         cold = running.ask("generate", prompts=MANY, max_tokens=NUM_NEW)
         assert cold["tokens"] == said
+        whole = [(prompt, len(prompt) // CHUNK * CHUNK) for prompt in MANY]
+        wait_saved(pool_url, whole, whose=lambda identity: identity.epoch == epoch)
         assert running.ask("reset")
         hit = running.ask("generate", prompts=MANY, max_tokens=NUM_NEW)
         assert hit["tokens"] == said
-        assert hit["external"] + hit["local"] >= sum(len(prompt) // CHUNK * CHUNK for prompt in MANY)
+        assert hit["external"] + hit["local"] >= sum(num_tokens for _, num_tokens in whole)
         assert hit["external"] > 0
         assert running.ask("reset")
         # What only the beginning is known of.
@@ -93,7 +98,7 @@ def reference(model: Path, pool: str, prompts: list[list[int]]) -> dict[str, Any
         env={**os.environ, "PYTHONPATH": str(SRC)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("@")]
@@ -117,6 +122,7 @@ def test_the_reference_engine_and_vllm_share(
         assert hit["tokens"] == first["tokens"]
         cold = running.ask("generate", prompts=[theirs], max_tokens=NUM_NEW)
         assert cold["external"] == 0
+        wait_for_hits(pool_url, [theirs])
     again = reference(model, pool_url, [theirs])
     assert again["cached"] == [hit_tokens(theirs)], "what vLLM wrote was not found"
     assert again["tokens"] == cold["tokens"]

@@ -25,17 +25,18 @@ from headwater.integrations.vllm.connector import HeadwaterConnector
 from headwater.integrations.vllm.messages import WorkerMetadata
 from headwater.integrations.vllm.options import read_options, settle_load_mode
 from headwater.integrations.vllm.steps import IDLE_WAIT_S, NULL_BLOCK, Steps
-from headwater.kv.hashing import ChunkKeys
+from headwater.kv.hashing import ChunkKeys, ChunkRef
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import open_pool
 from headwater.pool.space import Space
+from headwater.stores.base import Status
 
 from support import gqa, identity, wait_until
 
 BLOCK = 16
 SPEC = gqa(layers=1, heads=1, dim=8)
 SHARD = whole_shard(SPEC)
-MEMORY = "memory://?capacity=64MiB"
+MEMORY = "memory://?capacity=64MiB&deadline=30"
 
 
 def make_request(name: str, count: int) -> Request:
@@ -82,7 +83,8 @@ def saved(orders: StepOrders) -> list[tuple[str, int, int]]:
 
 def fill(space: Space, num_tokens: int) -> None:
     chunks = space.keys([*range(1, num_tokens + 1)]).chunks()
-    space.write(chunks, SHARD, [np.full(space.empty(chunk, SHARD).shape, 7, np.uint8) for chunk in chunks])
+    tiles = [np.full(space.empty(chunk, SHARD).shape, 7, np.uint8) for chunk in chunks]
+    assert set(space.write(chunks, SHARD, tiles)) == {Status.OK}
 
 
 def make_side(space: Space, mode: str = "async", **settings: Any) -> Steps:
@@ -124,17 +126,24 @@ def begin_loading(side: Steps, request: Request, blocks: list[int], num_more: in
 
 @pytest.mark.parametrize("mode", ["layerwise", "blocking"])
 def test_what_is_being_loaded_is_not_saved(mode: str, tmp_path: Path) -> None:
-    """Though the tier that saves go to does not have it."""
+    """Though the tier that saves go to has lost it: others found it damaged, and removed it, after it was matched."""
     name = f"headwater-test-{tmp_path.parent.name}-{tmp_path.name}"
-    below = f"file://{tmp_path}/below?capacity=64MiB"
+    below = f"file://{tmp_path}/below?capacity=64MiB&deadline=30"
     with open_pool(below) as pool:
         fill(pool.space(identity(), SPEC), 600)
     try:
-        with open_pool(f"shm:///{name}?capacity=64MiB,{below}") as pool:
-            side = make_side(pool.space(identity(), SPEC), mode)
-            request, blocks = make_request("a", 600), [*range(100, 138)]
-            orders = begin_loading(side, request, blocks, 1)
-            assert orders.loads[0].job.chunks
+        with open_pool(f"shm:///{name}?capacity=64MiB&deadline=30,{below}") as pool:
+            space = pool.space(identity(), SPEC)
+            side, request, blocks = make_side(space, mode), make_request("a", 600), [*range(100, 138)]
+            assert match(side, request) == 599
+            chunks = space.keys(request.prompt_token_ids).chunks()
+            assert space.exists(chunks) == [True] * 3, "it was not fetched"
+            assert spoil(space, Path("/dev/shm", name), chunks[1:]) == [Status.DAMAGED, Status.MISS]
+            assert space.exists(chunks) == [True, False, False]
+            side.allocated(request, blocks, 599)
+            request.num_computed_tokens = 599
+            orders = side.order(make_step(new=[(request, blocks)], scheduled={"a": 1}))
+            assert [load.mode for load in orders.loads] == [mode]
             assert not saved(orders)
             side.hear(StepReport(ended={"a": (1,)}), set(blocks[16:]))  # only the first chunk came
             request.num_computed_tokens = 256
@@ -147,6 +156,14 @@ def test_what_is_being_loaded_is_not_saved(mode: str, tmp_path: Path) -> None:
             assert not orders.during
     finally:
         shutil.rmtree(f"/dev/shm/{name}", ignore_errors=True)
+
+
+def spoil(space: Space, directory: Path, chunks: Sequence[ChunkRef]) -> list[Status]:
+    """Damage the first tier all over and have these chunks read, which removes them."""
+    for segment in directory.glob("data*"):
+        with segment.open("r+b") as file:
+            file.write(b"\xa5" * segment.stat().st_size)
+    return [space.judge(chunk, SHARD) for chunk in chunks]
 
 
 def test_drafts_that_were_rejected_are_not_saved(space: Space) -> None:
@@ -272,13 +289,13 @@ def test_loads_are_counted_as_they_end(space: Space) -> None:
     side, ends = make_side(space), {"a": 3, "b": 1, "c": 0}
     for name, num_chunks in ends.items():
         request = make_request(name, 700)
-        assert [side.match(request, 0) for _ in range(3)] == [600] * 3
+        assert [side.match(request, 0) for _ in range(3)] == [(600, True)] * 3
         side.allocated(request, [*range(100, 144)], 600)
         side.order(make_step())
         if name == "c":
             side.finish(request, [])
-        side.hear(StepReport(num_chunks={name: [num_chunks]}), set())
-    stats = side.counts.stats()
+        side.hear(StepReport(ended={name: (num_chunks,)}), set())
+    stats = side.side.counts.stats()
     assert (stats.num_asked_tokens, stats.num_matched_tokens) == (3 * 699, 3 * 600)
     assert (stats.num_loaded_tokens, stats.num_failed_loads) == (600 + 256, 1)
     assert stats.wait_seconds > 0
@@ -431,19 +448,25 @@ def test_vllm_is_told_to_ask_again_while_kv_is_fetched(
     assert fetch.is_released
 
 
-def test_an_engine_that_computes_does_not_wait_for_a_fetch(space: Space, fetch: FakeFetch) -> None:
+def test_an_engine_that_computes_does_not_wait_for_a_fetch(
+    space: Space, fetch: FakeFetch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(space, 600)
     side, far, near = make_side(space), make_request("a", 700), make_request("b", 20)
     near.prompt_token_ids[:] = [5] * 20
     for request in (far, near):
         side.add(request)
     assert side.match(far, 0) == (None, False)
-    begin = time.monotonic()
+    waits = list[float]()
+    monkeypatch.setattr(side.side, "wait_fetch", waits.append)
     side.order(make_step(new=[(near, [1, 2])], scheduled={"b": 20}))
     near.num_in_flight_tokens = 20
     for _ in range(20):
-        side.order(make_step())
-    assert time.monotonic() - begin < 20 * IDLE_WAIT_S / 2
+        side.order(make_step())  # the step before has not been heard of
+    assert not waits
+    near.num_in_flight_tokens = 0
+    side.order(make_step())
+    assert waits == [IDLE_WAIT_S], "an engine with nothing to do does not wait: this test tested nothing"
 
 
 @pytest.mark.parametrize("how", ["aborted", "computed instead"])
@@ -475,6 +498,7 @@ class Recorder:
 def make_connector(worker: Any, *, saves_layers: bool = True) -> Any:
     connector = HeadwaterConnector.__new__(HeadwaterConnector)
     vars(connector).update(_worker=worker, _saves_layers=saves_layers, _layers={}, step_seconds=0.0)
+    vars(connector).update(_member=None, _has_told_home=False)
     return connector
 
 

@@ -29,7 +29,7 @@ from headwater.pool.pool import Pool, open_pool
 from headwater.stores.stats import StoreStats
 
 from metric_cases import AWAY, NEAR, STORE, TRANSFER, samples, shown_name
-from support import empty_tiles, gqa, identity, local_tiles, wait_until
+from support import WAIT_S, empty_tiles, gqa, identity, local_tiles, wait_until
 
 LABELNAMES = ["model_name", "engine"]
 ENGINES: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
@@ -284,7 +284,7 @@ def test_a_pool_that_cannot_be_read_is_only_silent(tmp_path: Path, caplog: pytes
 
 def test_several_threads_report_each_difference_once(tmp_path: Path) -> None:
     """A real pool of two tiers, written while four threads ask for figures all the time."""
-    url = f"file://{tmp_path}/a?capacity=8MiB,file://{tmp_path}/b?capacity=8MiB"
+    url = f"file://{tmp_path}/a?capacity=8MiB&deadline=60,file://{tmp_path}/b?capacity=8MiB&deadline=60"
     clock, done, found, lock = Clock(), threading.Event(), HeadwaterStats(), threading.Lock()
     is_alone = list[bool]()
 
@@ -306,8 +306,8 @@ def test_several_threads_report_each_difference_once(tmp_path: Path) -> None:
             thread.start()
         try:
             num_chunks = write_and_read(pool)
-            assert pool.flush()
-            wait_until(lambda: pool.tiers()[1].stored == num_chunks, 10, "the copier counts")
+            assert pool.flush(WAIT_S)
+            wait_until(lambda: pool.tiers()[1].stored == num_chunks, what="the copier counts")
         finally:
             done.set()
             for thread in threads:

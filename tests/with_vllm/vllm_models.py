@@ -1,10 +1,17 @@
-"""Small random models, and prompts for them."""
+"""Small random models, prompts for them, and engines with time: nothing is taken to be done by now, but waited for."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from headwater.bench import vllm_engine
+from headwater.bench.vllm_engine import EngineProcess
+
+from pool_waits import Whose, wait_saved
+from support import wait_until
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 512,
@@ -44,3 +51,35 @@ def hit_tokens(prompt: list[int], chunk_tokens: int = 256, min_tail: int = 32) -
     in any case, or its whole chunks where what follows them is not worth a tail."""
     tail = len(prompt) % chunk_tokens
     return len(prompt) - 1 if tail >= min_tail or not tail else len(prompt) - tail
+
+
+def settings_of(model: Path, pool: str | None, **more: Any) -> dict[str, Any]:
+    """The settings of an engine whose saves and loads may take as long as a loaded machine needs."""
+    extra = {"save_deadline_s": 60, "load_deadline_s": 60, **more.pop("extra", {})}
+    return vllm_engine.settings_of(model, pool, extra=extra, **more)
+
+
+def wait_for_hits(
+    pool_url: str, prompts: Sequence[list[int]], *, epoch: int = 0, whose: Whose | None = None, **more: bytes
+) -> None:
+    """Wait until the pool has so much of each prompt that a request finds all it can of it."""
+    wanted = [(prompt, hit_tokens(prompt)) for prompt in prompts]
+    wait_saved(pool_url, wanted, whose=whose or (lambda identity: identity.epoch == epoch), **more)
+
+
+def wait_for_metrics(
+    engine: EngineProcess, is_there: Callable[[dict[str, float]], bool], vocab: int = 500
+) -> dict[str, float]:
+    """The engine's metrics, when they say what is waited for. Steps carry them out of the engine's processes, so a few
+    tokens are generated between two looks."""
+    found: dict[str, float] = {}
+
+    def look() -> bool:
+        found.update(engine.ask("metrics"))
+        if is_there(found):
+            return True
+        engine.ask("generate", prompts=[random_tokens(5000, 16, vocab)], max_tokens=2)
+        return False
+
+    wait_until(look, what="what the metrics should say")
+    return found

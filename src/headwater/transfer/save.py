@@ -163,7 +163,12 @@ class Saver:
         if not chunks:
             return
         plan = plan_chunks(self._view, self._shard, chunks, block_ids)
-        self._open.append(SaveJob(chunks, [name] * len(chunks), plan, []))
+        names = [name] * len(chunks)
+        same = next((job for job in self._open if job.chunks[0].root == chunks[0].root), None)
+        if same is not None:  # one gather a layer for all requests: a launch takes as long for one chunk as for many
+            same.add(chunks, names, join_plans([same.plan, plan]))
+        else:
+            self._open.append(SaveJob(chunks, names, plan, []))
         self._sender.count(chunks)
 
     def _max_pending(self) -> int:

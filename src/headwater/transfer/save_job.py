@@ -77,6 +77,11 @@ class SaveJob:
         self.num_kept = len(self.chunks)
         self.states = [PartState.TAKEN] * len(self.chunks)
 
+    def add(self, chunks: Sequence[ChunkRef], names: Sequence[str], plan: Plan) -> None:
+        """Take more chunks along, before the first layer; `plan` is for all of them."""
+        self.chunks, self.names, self.plan = [*self.chunks, *chunks], [*self.names, *names], plan
+        self.__post_init__()
+
     @property
     def group(self) -> range:
         """The layers that leave the cache now."""
