@@ -336,12 +336,12 @@ def check_never_computed(url: str, device: str) -> None:
 
 
 def check_failed_launch(url: str, device: str, layer: int) -> None:
-    """Two requests in a step, and a launch for the second one fails: no room is lost, no chunk counted twice."""
+    """Two tenants in a step, and a launch for the second one fails: no room is lost, no chunk counted twice."""
     with open_space(url) as (pool, space, chunks):
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, device)
         saver = make_saver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=12 * EXTENT, deadline_s=10.0)
-        other = space.keys(list(range(1000, 1000 + 3 * space.chunk_tokens))).refs(3)
+        other = space.keys(list(range(3 * space.chunk_tokens)), tenant=b"another").refs(3)
         step = Step(view, shard, chunks, blocks)
         failing = [False] * (2 * layer + 1) + [True]
 

@@ -158,14 +158,23 @@ def test_what_is_generated_is_saved_before_a_later_step(space: Space) -> None:
     engine.start(a)
     assert spans(engine.step((a, 20)).during) == [("a", 0, 16), ("a", 16, 20)]
     saved = {}
-    while a.num_computed < 50:
+    while a.num_computed < 52:
         num_computed, orders = a.num_computed, engine.step((a, 1))
         assert not orders.during
         if orders.before:
             saved[num_computed] = spans(orders.before)
     assert saved == {32: [("a", 16, 32)], 48: [("a", 32, 48)]}
     engine.side.finish("a", a.num_computed, a.blocks)
-    assert spans(engine.step().before) == [("a", 48, 50)]
+    assert spans(engine.step().before) == [("a", 48, 52)]
+
+
+def test_a_short_tail_is_not_saved_at_the_end_either(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 35)
+    engine.start(a)
+    assert spans(engine.step((a, 35)).during) == [("a", 0, 16), ("a", 16, 32)]
+    engine.side.finish("a", a.num_computed, a.blocks)
+    assert not engine.step().before, "three tokens are computed faster than loaded"
 
 
 def test_without_save_decoded_only_prompts_are_saved(space: Space) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from headwater.integrations.vllm.working import Idle
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs

@@ -10,6 +10,8 @@ from headwater.connector.stats import TransferStats
 class IdleWorker:
     """The null object of a worker side, with the reason why there is none."""
 
+    follows_layers = False
+
     def __init__(self, reason: str, arrivals: Arrivals) -> None:
         """`arrivals`: those of a worker side that was left, if there was one."""
         self.reason = reason

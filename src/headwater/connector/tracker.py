@@ -57,13 +57,12 @@ class SaveProgress:
     │ in the pool, or on the way │ not yet │ when so many tokens are computed, there is something to save
     """
 
-    __slots__ = ("_chunk_tokens", "_held_until", "_next", "_num_drops", "_num_prompt", "_prompt_limit", "num_saved")
+    __slots__ = ("_chunk_tokens", "_held_until", "_min_tail", "_next", "_num_drops", "_prompt_limit", "num_saved")
 
     def __init__(self, chunk_tokens: int, num_prompt: int, min_tail: int) -> None:
         self._chunk_tokens = chunk_tokens
-        self._num_prompt = num_prompt
-        has_tail = num_prompt % chunk_tokens >= min_tail
-        self._prompt_limit = num_prompt if has_tail else num_prompt // chunk_tokens * chunk_tokens
+        self._min_tail = min_tail
+        self._prompt_limit = self._worth(num_prompt)
         self.num_saved = 0
         self._next = 0
         self._num_drops = 0
@@ -80,12 +79,17 @@ class SaveProgress:
 
     def limit(self, num_tokens: int, *, ends: bool) -> int:
         """How far to save a request of which so many tokens are computed: whole chunks, or its prompt with a tail that
-        is worth loading; at its end, everything."""
+        is worth loading; at its end, also the tail of the whole."""
         if ends:
-            return num_tokens
+            return self._worth(num_tokens)
         whole = num_tokens // self._chunk_tokens * self._chunk_tokens
         is_prompt = whole < self._prompt_limit <= num_tokens and self.num_saved < self._prompt_limit
         return self._prompt_limit if is_prompt else whole
+
+    def _worth(self, num_tokens: int) -> int:
+        """As many of these tokens as are worth saving: a tail is, if it is worth loading."""
+        tail = num_tokens % self._chunk_tokens
+        return num_tokens if tail >= self._min_tail else num_tokens - tail
 
     def looked(self, num_tokens: int) -> None:
         """All that there was to save of the first `num_tokens` tokens has been ordered."""

@@ -209,9 +209,8 @@ class Loader:
 
     @property
     def has_open(self) -> bool:
-        """Whether a load that goes layer by layer has not ended."""
-        with self._changed:
-            return any(load.layerwise for load in self._open)
+        """Whether a load that goes layer by layer has not ended. Cheap: asked for every layer."""
+        return any(load.layerwise for load in tuple(self._open))
 
     def cancel(self, name: str) -> None:
         """Stop a load as soon as possible. Its `on_done` still comes: until then its blocks may be written."""

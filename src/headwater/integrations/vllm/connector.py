@@ -249,18 +249,25 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         with self._survive_in_worker():
             self._worker.start_loads(metadata.orders)
 
-    @timed
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for one layer, where loads go along with the step."""
-        with self._survive_in_worker():
-            self._worker.before_layer(self._layer(layer_name))
+        if self._worker.follows_layers:
+            self._before_layer(self._layer(layer_name))
 
-    @timed
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Save one layer, where the step's KV is to be saved."""
-        if self._saves_layers:
-            with self._survive_in_worker():
-                self._worker.after_layer(self._layer(layer_name))
+        if self._saves_layers and self._worker.follows_layers:
+            self._after_layer(self._layer(layer_name))
+
+    @timed
+    def _before_layer(self, layer: int) -> None:
+        with self._survive_in_worker():
+            self._worker.before_layer(layer)
+
+    @timed
+    def _after_layer(self, layer: int) -> None:
+        with self._survive_in_worker():
+            self._worker.after_layer(layer)
 
     @timed
     def wait_for_save(self) -> None:
