@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help serve demo venv test test-unit test-vllm-first test-fast test-fleet test-vllm bench lint format clean redis-server mooncake
+.PHONY: help serve demo venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm bench lint format clean redis-server mooncake
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,12 @@ test-unit: $(STAMP)
 
 test-vllm-first: $(VLLM_STAMP)
 	$(VLLM_BIN)/python -m pytest -q -m "not matrix" tests/with_vllm
+
+# Everything that `make test` takes a sample of, or leaves to the long suites.
+test-all: test mooncake  ## make test, then all cells and rows of the matrices, the fleet and all of vLLM (two hours or so)
+	HEADWATER_ALL_CELLS=1 $(BIN)/pytest -q tests/integration/test_data_path.py
+	HEADWATER_ALL_ROWS=1 $(BIN)/pytest -q tests/integration/test_pool_sharing.py tests/integration/test_engine_equality.py
+	@$(MAKE) test-fleet test-vllm
 
 test-fleet: $(STAMP) redis-server mooncake  ## Redis and Mooncake killed, stalled and cut off; hosts of network namespaces
 	$(BIN)/pytest -q -m fleet tests/integration
