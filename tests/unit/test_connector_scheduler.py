@@ -389,6 +389,7 @@ def test_dropped_chunks_are_ordered_again_after_some_steps_and_nothing_behind_th
     a = engine.add("a", 96)
     engine.start(a)
     assert len(spans(engine.step((a, 48)).during)) == 3
+    fill(space, 16)
     engine.side.hear(StepReport(unsaved={"a": 16}))
     engine.side.hear(StepReport(unsaved={"a": 16}))  # from another rank
     held = [engine.step((a, 8)) for _ in range(RETRY_STEPS - 1)]
@@ -396,6 +397,20 @@ def test_dropped_chunks_are_ordered_again_after_some_steps_and_nothing_behind_th
     orders = engine.step((a, 8))
     assert spans(orders.before) == [("a", first, first + 16) for first in (16, 32, 48)]
     assert spans(orders.during) == [("a", 64, 80)]
+
+
+def test_a_dropped_chunk_is_ordered_again_with_parents_that_nobody_has_saved(space: Space) -> None:
+    """Of two requests with one prefix, the first was to save it, had no room, and is over."""
+    engine = Engine(space)
+    a, b = engine.add("a", 48), engine.add("b", 80)
+    for request in (a, b):
+        engine.start(request)
+    engine.step((a, 48), (b, 80))
+    engine.side.finish("a", 48, a.blocks)
+    fill(space, 16)
+    engine.side.hear(StepReport(unsaved={"a": 16, "b": 48}))  # for want of room, and for want of a parent
+    found = [spans(step.before) for step in engine.steps(b, RETRY_STEPS)]
+    assert [("b", first, first + 16) for first in (16, 32, 48, 64)] in found
 
 
 def test_chunks_are_dropped_at_most_so_often(space: Space, caplog: pytest.LogCaptureFixture) -> None:
@@ -443,6 +458,7 @@ def test_dropped_chunks_are_tried_once_more_when_their_request_ends(space: Space
     a = engine.add("a", 48)
     engine.start(a)
     engine.step((a, 48))
+    fill(space, 16)
     engine.side.hear(StepReport(unsaved={"a": 16}))
     engine.side.finish("a", 48, a.blocks)
     assert spans(engine.step().before) == [("a", 16, 32), ("a", 32, 48)]
