@@ -641,6 +641,39 @@ def test_an_aborted_load_keeps_its_fetch_until_it_has_ended(space: Space) -> Non
     assert fetch.is_released
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_load_of_an_ids_former_owner_is_not_taken_for_the_new_ones(
+    space: Space, is_finished: bool, is_sent: bool
+) -> None:
+    fill(space, 48)
+    fill(space, 32, first=700)
+    engine = Engine(space, num_ranks=2)
+    old = engine.add("a", 60)
+    engine.load(old)
+    orders = engine.step()
+    assert [order.job.request_id for order in orders.loads] == ["a"]
+    engine.side.hear(StepReport(ended={"a": (3,)}))
+    cancelled = list[str]()
+    if is_finished:
+        engine.side.finish("a", 0, old.blocks)
+        cancelled += engine.step().cancelled if is_sent else ()
+    new = engine.add("a", 60, first=700)
+    engine.start(new)  # workers could not tell the two loads apart
+    during = engine.step((new, 60))
+    assert [*cancelled, *during.cancelled] == ["a"], "the old load is stopped"
+    assert spans(during.during)[0] == ("a", 32, 48)
+    assert engine.side.is_loading
+    assert engine.side.hear(StepReport(ended={"a": (3,)})) == [], "nobody waits for it"
+    assert not engine.side.is_loading
+    engine.side.finish("a", 60, new.blocks)
+    third = engine.add("a", 60, first=700)
+    assert engine.load(third) == 32
+    engine.step()
+    assert engine.side.hear(StepReport(ended={"a": (2,)})) == []
+    assert engine.side.hear(StepReport(ended={"a": (2,)})) == [LoadEnd("a", 32)]
+
+
 def test_two_requests_that_want_the_same_chunks_share_a_fetch(space: Space) -> None:
     fill(space, 48)
     fetch, other = FakeFetch(), FakeFetch()
