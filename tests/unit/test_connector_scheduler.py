@@ -398,6 +398,7 @@ def test_dropped_chunks_are_ordered_again_after_some_steps_and_nothing_behind_th
     a = engine.add("a", 96)
     engine.start(a)
     assert len(spans(engine.step((a, 48)).during)) == 3
+    fill(space, 16)
     engine.side.hear(StepReport(unsaved={"a": 16}))
     engine.side.hear(StepReport(unsaved={"a": 16}))  # from another rank
     held = [engine.step((a, 8)) for _ in range(RETRY_STEPS - 1)]
@@ -405,6 +406,20 @@ def test_dropped_chunks_are_ordered_again_after_some_steps_and_nothing_behind_th
     orders = engine.step((a, 8))
     assert spans(orders.before) == [("a", first, first + 16) for first in (16, 32, 48)]
     assert spans(orders.during) == [("a", 64, 80)]
+
+
+def test_a_dropped_chunk_is_ordered_again_with_parents_that_nobody_has_saved(space: Space) -> None:
+    """Of two requests with one prefix, the first was to save it, had no room, and is over."""
+    engine = Engine(space)
+    a, b = engine.add("a", 48), engine.add("b", 80)
+    for request in (a, b):
+        engine.start(request)
+    engine.step((a, 48), (b, 80))
+    engine.side.finish("a", 48, a.blocks)
+    fill(space, 16)
+    engine.side.hear(StepReport(unsaved={"a": 16, "b": 48}))  # for want of room, and for want of a parent
+    found = [spans(step.before) for step in engine.steps(b, RETRY_STEPS)]
+    assert [("b", first, first + 16) for first in (16, 32, 48, 64)] in found
 
 
 def test_chunks_are_dropped_at_most_so_often(space: Space, caplog: pytest.LogCaptureFixture) -> None:
@@ -452,6 +467,7 @@ def test_dropped_chunks_are_tried_once_more_when_their_request_ends(space: Space
     a = engine.add("a", 48)
     engine.start(a)
     engine.step((a, 48))
+    fill(space, 16)
     engine.side.hear(StepReport(unsaved={"a": 16}))
     engine.side.finish("a", 48, a.blocks)
     assert spans(engine.step().before) == [("a", 16, 32), ("a", 32, 48)]
@@ -632,6 +648,39 @@ def test_an_aborted_load_keeps_its_fetch_until_it_has_ended(space: Space) -> Non
     assert not fetch.is_released
     engine.side.hear(StepReport(ended={"a": (0,)}))
     assert fetch.is_released
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_load_of_an_ids_former_owner_is_not_taken_for_the_new_ones(
+    space: Space, is_finished: bool, is_sent: bool
+) -> None:
+    fill(space, 48)
+    fill(space, 32, first=700)
+    engine = Engine(space, num_ranks=2)
+    old = engine.add("a", 60)
+    engine.load(old)
+    orders = engine.step()
+    assert [order.job.request_id for order in orders.loads] == ["a"]
+    engine.side.hear(StepReport(ended={"a": (3,)}))
+    cancelled = list[str]()
+    if is_finished:
+        engine.side.finish("a", 0, old.blocks)
+        cancelled += engine.step().cancelled if is_sent else ()
+    new = engine.add("a", 60, first=700)
+    engine.start(new)  # workers could not tell the two loads apart
+    during = engine.step((new, 60))
+    assert [*cancelled, *during.cancelled] == ["a"], "the old load is stopped"
+    assert spans(during.during)[0] == ("a", 32, 48)
+    assert engine.side.is_loading
+    assert engine.side.hear(StepReport(ended={"a": (3,)})) == [], "nobody waits for it"
+    assert not engine.side.is_loading
+    engine.side.finish("a", 60, new.blocks)
+    third = engine.add("a", 60, first=700)
+    assert engine.load(third) == 32
+    engine.step()
+    assert engine.side.hear(StepReport(ended={"a": (2,)})) == []
+    assert engine.side.hear(StepReport(ended={"a": (2,)})) == [LoadEnd("a", 32)]
 
 
 def test_two_requests_that_want_the_same_chunks_share_a_fetch(space: Space) -> None:

@@ -37,8 +37,8 @@ class LoadEnd(NamedTuple):
 class SchedulerSide:
     """One engine's requests and one space of the pool. The scheduler's thread calls it.
 
-    Request ids are the engine's. An id may be used again once `finish` was called for it; a load of its former owner
-    that has not ended then is told apart.
+    Request ids are the engine's. An id may be used again once `finish` was called for it. Until a load of its former
+    owner has ended, its new one loads nothing, because workers tell loads apart by this id alone.
     """
 
     def __init__(
@@ -68,6 +68,8 @@ class SchedulerSide:
         self._step = 0
         self._ended: dict[str, list[int]] = {}
         """Loads that have ended on some ranks."""
+        self._former: dict[str, Tracked] = {}
+        """By id that is used again: the former owner, whose load has not ended."""
         self._spoiled = Spoiled(block_size)
         self._lost = LostChunks(self._log)
         self._last_saves: dict[str, tuple[SaveProgress, int]] = {}
@@ -85,10 +87,15 @@ class SchedulerSide:
         label: str | None = None,
     ) -> None:
         """A new request. Hashes its prompt. Without `inputs` it is served without the pool."""
-        if (former := self._tracked.get(request_id)) is not None:  # an id that is used again
-            self._forget(former)
+        if (former := self._tracked.pop(request_id, None)) is not None:  # an id that is used again
+            if former.load is None:
+                self._forget(former)
+            else:
+                self._former[request_id] = former
+                if not former.is_over:
+                    self.counts.load_cancelled(request_id)
+                    self._cancelled.append(request_id)
         self._last_saves.pop(request_id, None)
-        self._ended.pop(request_id, None)
         keys = self._space.keys()
         if inputs is not None:
             try:
@@ -99,7 +106,15 @@ class SchedulerSide:
                 inputs = None
         saves = SaveProgress(self._space.chunk_tokens, num_prompt, self._config.min_load_tokens)
         self._tracked[request_id] = Tracked(
-            request_id, tokens, num_prompt, inputs, self._space, keys, saves, label=label
+            request_id,
+            tokens,
+            num_prompt,
+            inputs,
+            self._space,
+            keys,
+            saves,
+            label=label,
+            may_load=request_id not in self._former,
         )
 
     def match(self, request_id: str, num_local: int) -> LoadPlan | None:
@@ -153,6 +168,7 @@ class SchedulerSide:
             self._cancelled.append(request_id)
             return
         self._save_last(tracked, num_computed, block_ids)
+        del self._tracked[request_id]
         self._forget(tracked)
 
     def start_epoch(self, space: Space) -> None:
@@ -195,7 +211,7 @@ class SchedulerSide:
         return orders
 
     def _is_abandoned(self, request_id: str) -> bool:
-        return request_id in self._tracked and self._tracked[request_id].is_over
+        return request_id in self._former or (request_id in self._tracked and self._tracked[request_id].is_over)
 
     def leave(self) -> StepOrders:
         """The end of this side: orders without which requests would wait for ever."""
@@ -212,7 +228,7 @@ class SchedulerSide:
         all ranks."""
         invalid, report = set(invalid_blocks), report or StepReport()
         for request_id in report.ended:
-            tracked = self._tracked.get(request_id)
+            tracked = self._former.get(request_id) or self._tracked.get(request_id)
             if tracked is not None and tracked.load is not None and tracked.load.mode == ASYNC:
                 invalid.difference_update(tracked.load.job.block_ids.tolist())  # nobody has used them
         if invalid:
@@ -232,7 +248,7 @@ class SchedulerSide:
     @property
     def is_loading(self) -> bool:
         """Whether a load is under way."""
-        return any(tracked.load is not None for tracked in self._tracked.values())
+        return bool(self._former) or any(tracked.load is not None for tracked in self._tracked.values())
 
     @property
     def num_fetching(self) -> int:
@@ -310,6 +326,9 @@ class SchedulerSide:
 
     # ---- loads that end -----------------------------------------------------------------------------------------
     def _end_load(self, request_id: str, num_chunks: int) -> list[LoadEnd]:
+        if (former := self._former.pop(request_id, None)) is not None:
+            self._finder.release(former)
+            return []
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.load is None:
             return []
@@ -325,11 +344,12 @@ class SchedulerSide:
             tracked.saves.lower(chunks[num_chunks].first_token)
             tracked.may_load = False  # once is enough: what failed would be found, and fail, again
         if tracked.is_over:
+            del self._tracked[request_id]
             self._forget(tracked)
         return [LoadEnd(request_id, end)]
 
     def _forget(self, tracked: Tracked) -> None:
-        del self._tracked[tracked.request_id]
+        """The end of a request that is not tracked any more."""
         self._finder.release(tracked)
         saves = tracked.saves
         if saves.is_given_up:

@@ -57,7 +57,16 @@ class SaveProgress:
     │ in the pool, or on the way │ not yet │ when so many tokens are computed, there is something to save
     """
 
-    __slots__ = ("_chunk_tokens", "_held_until", "_min_tail", "_next", "_num_drops", "_prompt_limit", "num_saved")
+    __slots__ = (
+        "_chunk_tokens",
+        "_held_until",
+        "_is_torn",
+        "_min_tail",
+        "_next",
+        "_num_drops",
+        "_prompt_limit",
+        "num_saved",
+    )
 
     def __init__(self, chunk_tokens: int, num_prompt: int, min_tail: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -67,6 +76,8 @@ class SaveProgress:
         self._next = 0
         self._num_drops = 0
         self._held_until = 0
+        self._is_torn = False
+        """Chunks before `num_saved` may be missing too: another request, or another server, was to save them."""
 
     @property
     def is_given_up(self) -> bool:
@@ -109,11 +120,14 @@ class SaveProgress:
         if self.lower(first_token):
             self._num_drops += 1
             self._held_until = step + RETRY_STEPS
+            self._is_torn = True
 
     def chunks(self, keys: ChunkKeys, limit: int) -> list[ChunkRef]:
-        """The chunks that hold what is not saved of the first `limit` tokens: complete ones, and perhaps a tail."""
+        """The chunks that hold what is not saved of the first `limit` tokens: complete ones, and perhaps a tail. After
+        a drop all of them, because a chunk without its parent is dropped again."""
         size = self._chunk_tokens
-        chunks = [keys.ref(number) for number in range(self.num_saved // size, limit // size)]
+        first, self._is_torn = 0 if self._is_torn else self.num_saved // size, False
+        chunks = [keys.ref(number) for number in range(first, limit // size)]
         if tail := limit % size:
             chunks.append(keys.tail_ref(limit // size, tail))
         return chunks
