@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import threading
@@ -91,6 +92,25 @@ def check_tokens(where: str, references: list[Reference], got: list[list[int]], 
 
 
 @contextmanager
+def logged_as_text() -> Iterator[None]:
+    """Log records hold no errors: pytest keeps records, and an error's traceback keeps what its frames had open."""
+    usual = logging.getLogRecordFactory()
+
+    def make(*args: Any, **more: Any) -> logging.LogRecord:
+        record = usual(*args, **more)
+        record.msg, record.args = record.getMessage(), None
+        if record.exc_info:
+            record.exc_text, record.exc_info = logging.Formatter().formatException(record.exc_info), None
+        return record
+
+    logging.setLogRecordFactory(make)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(usual)
+
+
+@contextmanager
 def nothing_left() -> Iterator[None]:
     """Threads and descriptors that were opened inside are closed at the end."""
 
@@ -105,7 +125,8 @@ def nothing_left() -> Iterator[None]:
         return {f"{t.ident} {t.name}" for t in threading.enumerate()}, links
 
     before = held()
-    yield
+    with logged_as_text():
+        yield
     left: list[set[str]] = []
 
     def nothing() -> bool:
