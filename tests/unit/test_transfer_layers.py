@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -205,3 +206,26 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
             saver.layer_done(0)
         assert pool.stats().store.pending_bytes == 0
         assert not any(space.exists(chunks))
+
+
+@pytest.mark.parametrize("mover", ["cpu", "cuda"])
+def test_a_loader_closes_at_once_under_a_load_that_nobody_drives_any_more(mover: str) -> None:
+    """Its engine has died in the middle of a step: on a GPU the engine's own thread launches the layers."""
+    with open_space("memory://?capacity=16MiB") as (pool, space, chunks):
+        shard, done = whole_shard(SPEC), Done()
+        view, blocks = make_cache(shard, "cpu")
+        with saver_of(space, view, shard) as saver:
+            saver.save("r", chunks, blocks)
+            assert saver.drain(10)
+        options = {"staging_bytes": 4 * EXTENT, "deadline_s": 60.0, "on_done": done, "group_bytes": ONE_LAYER}
+        loader = Loader(space, view, shard, mover=mover, **options)
+        loader.load("r", chunks, blocks, layerwise=True)
+        loader.wait_layer(0)
+        begin = time.monotonic()
+        loader.close(timeout_s=20.0)
+        assert time.monotonic() - begin < 10.0
+        name, count = done.next()
+        assert name == "r"
+        assert count in ((0, len(chunks)) if mover == "cpu" else (0,)), "all of it, or nothing"
+        assert not loader._thread.is_alive()
+        assert not pool._store._core.members.published()  # type: ignore[attr-defined]

@@ -224,9 +224,14 @@ class Loader:
             self._lander.cancel(name)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the threads; loads that have not begun are reported with nothing in place. Idempotent."""
+        """Stop the threads; loads that have not begun, or that nobody waits for layer by layer any more, are reported
+        with nothing in place. Idempotent."""
         with self._changed:
             self._closing = True
+            for load in self._open:
+                if load.layerwise:
+                    load.is_cancelled = load.is_given_up = True
+                    load.is_launched.set()
             self._changed.notify_all()
         if self._thread.is_alive():
             self._queue.put(None)
