@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
@@ -21,7 +22,10 @@ from headwater.stores.base import Status  # noqa: E402
 from headwater.transfer import extents, sender  # noqa: E402
 from headwater.transfer.copy import Copy, run_copies  # noqa: E402
 from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
+from headwater.transfer.load import Loader  # noqa: E402
+from headwater.transfer.load_job import Load  # noqa: E402
 from headwater.transfer.movers import cuda  # noqa: E402
+from headwater.transfer.pipeline import Pipeline  # noqa: E402
 from headwater.transfer.ring import Room, StagingRing  # noqa: E402
 from headwater.transfer.save import Saver  # noqa: E402
 from transfer_layer_cases import (  # noqa: E402
@@ -222,6 +226,24 @@ def test_layer_by_layer_where_the_store_is_not_mapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_a_damaged_tile_ends_a_load_by_layers(layer: int) -> None:
     check_layer_damage(MAPPED, "cpu", layer)
+
+
+@only_cuda
+def test_a_load_that_lost_a_chunk_before_it_was_handed_over_brings_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step gets to its first layer while the loader's thread, which knows of the damage, has not let go of it."""
+    start, wait, waits = Pipeline.start_layers, Loader._wait_begun, threading.Event()
+
+    def slow_start(self: Pipeline, load: Load) -> None:
+        start(self, load)
+        assert waits.wait(5), "the step went on"
+
+    def wait_begun(self: Loader, load: Load, layer: int) -> bool:
+        waits.set()
+        return wait(self, load, layer)
+
+    monkeypatch.setattr(Pipeline, "start_layers", slow_start)
+    monkeypatch.setattr(Loader, "_wait_begun", wait_begun)
+    check_layer_damage(MAPPED, "cpu", 0)
 
 
 @only_cuda

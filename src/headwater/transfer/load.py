@@ -182,17 +182,22 @@ class Loader:
                 handed = load
             if handed is not None:
                 self._launch(handed, wait=True)
-            elif load.has_launched(layer) or not self._wait_begun(load, layer):
+            elif self._is_there(load, layer) or not self._wait_begun(load, layer):
                 return
         while load.is_handed and len(load.events) <= load.group_of(layer) + GROUPS_AHEAD:
             if not self._launch(load, wait=False):
                 return
 
+    def _is_there(self, load: Load, layer: int) -> bool:
+        """Whether nothing need be launched for a layer. A load that is to be handed over is not there before: also of
+        one that lost a chunk, all layers of the others must come."""
+        return load.is_launched.is_set() or (not self.placer.runs_beside and load.has_launched(layer))
+
     def _wait_begun(self, load: Load, layer: int) -> bool:
         """Wait until the loader's thread has begun a load, or launched a layer of it; False where it is too late."""
         with self._changed:
             left_s = max(0.0, load.deadline - time.monotonic())
-            is_good = self._changed.wait_for(lambda: load.is_handed or load.has_launched(layer), left_s)
+            is_good = self._changed.wait_for(lambda: load.is_handed or self._is_there(load, layer), left_s)
             if not is_good:
                 load.is_missed = load.is_given_up = True
         return is_good
