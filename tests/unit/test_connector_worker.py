@@ -368,6 +368,12 @@ def test_the_wire_takes_nothing_else() -> None:
         lambda f, a: f["before"][0]["groups"][0].__setitem__(4, 0),
         lambda f, a: f["before"][0]["groups"][0].__setitem__(4, 1 << 40),
         lambda f, a: f["before"][0]["groups"][0].__setitem__(5, -1),
+        lambda f, a: f["before"][0]["groups"][0].__setitem__(2, float("inf")),
+        lambda f, a: f["before"][0]["groups"][0].__setitem__(3, 1 << 70),
+        lambda f, a: f["loads"][0].update(num_local=-1),
+        lambda f, a: f.update(epoch=float("inf")),
+        lambda f, a: a.__setitem__(2, a[2].astype(np.float64)),
+        lambda f, a: a.__setitem__(3, np.array(["7"])),
         lambda f, a: a.pop(),
         lambda f, a: a.__setitem__(0, a[0][:-1]),
         lambda f, a: a.__setitem__(1, a[1] * 0),
@@ -378,6 +384,14 @@ def test_the_wire_takes_nothing_else() -> None:
     for change in changes:
         with pytest.raises(InvalidArgumentError):
             orders_from_wire(*spoiled(change))
-    for fields in ({}, {"ended": 3, "unsaved": {}, "declined": ""}, {"ended": {"a": ["x"]}, "unsaved": {}}):
+    spoiled_reports: list[dict[str, Any]] = [
+        {},
+        {"ended": 3, "unsaved": {}, "declined": ""},
+        {"ended": {"a": ["x"]}, "unsaved": {}},
+        {"ended": {"a": [float("inf")]}, "unsaved": {}, "declined": ""},
+        {"ended": {"a": [-1]}, "unsaved": {}, "declined": ""},
+        {"ended": {}, "unsaved": {"a": 1 << 70}, "declined": ""},
+    ]
+    for fields in spoiled_reports:
         with pytest.raises(InvalidArgumentError):
             report_from_wire(fields)

@@ -208,6 +208,30 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
         assert not any(space.exists(chunks))
 
 
+@pytest.mark.parametrize("ends_by", ["another begin", "another step's first layer"])
+def test_a_step_that_was_not_finished_is_not_saved_at_the_end_of_the_next(ends_by: str) -> None:
+    """Some of its chunks were to be taken at its end, out of blocks that are others' by then."""
+    with open_space("memory://?capacity=16MiB") as (pool, space, chunks):
+        shard = whole_shard(SPEC)
+        view, blocks = make_cache(shard, "cpu")
+        with saver_of(space, view, shard) as saver:
+            saver.save("other", chunks[:2], blocks)
+            saver._max_pending = lambda: 2  # type: ignore[method-assign]
+            saver.begin("dead", chunks[:6], blocks)
+            saver.layer_done(0)
+            if ends_by == "another begin":
+                saver.begin("next", space.keys(range(9000, 9000 + CHUNK)).refs(1), blocks)
+            for layer in range(SPEC.num_layers):
+                saver.layer_done(layer)
+            saver.end_step()
+            assert saver.drain(10)
+            assert not any(space.exists(chunks[2:]))
+            ((name, first_token),) = saver.take_unsaved()
+            assert name == "dead"
+            assert first_token <= 2 * CHUNK
+        assert pool.stats().store.pending_bytes == 0
+
+
 @pytest.mark.parametrize("mover", ["cpu", "cuda"])
 def test_a_loader_closes_at_once_under_a_load_that_nobody_drives_any_more(mover: str) -> None:
     """Its engine has died in the middle of a step: on a GPU the engine's own thread launches the layers."""

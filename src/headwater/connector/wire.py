@@ -19,6 +19,8 @@ from headwater.kv.hashing import KEY_BYTES, ChunkRef
 
 MAX_CHUNKS = 1 << 20
 """In one message: 268 million tokens."""
+MAX_TOKENS = 1 << 40
+"""In one request: beyond any position, and far from where 64 bits end."""
 WORDS_PER_KEY = KEY_BYTES // 8
 
 Arrays = list[npt.NDArray[Any]]
@@ -58,7 +60,7 @@ def orders_from_wire(fields: dict[str, Any], arrays: Arrays) -> StepOrders:
             is_idle=bool(fields["is_idle"]),
         )
         reader.check_end()
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise InvalidArgumentError(f"these are not the orders of a step: {error}") from error
     return orders
 
@@ -72,11 +74,19 @@ def report_to_wire(report: StepReport) -> dict[str, Any]:
 def report_from_wire(fields: dict[str, Any]) -> StepReport:
     """Read what `report_to_wire` wrote. Raises InvalidArgumentError for anything else."""
     try:
-        ended = {str(key): tuple(int(count) for count in counts) for key, counts in fields["ended"].items()}
-        unsaved = {str(key): int(first) for key, first in fields["unsaved"].items()}
+        ended = {str(key): tuple(_number(count) for count in counts) for key, counts in fields["ended"].items()}
+        unsaved = {str(key): _number(first) for key, first in fields["unsaved"].items()}
         return StepReport(ended, unsaved, str(fields["declined"]))
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise InvalidArgumentError(f"this is not the report of a step: {error}") from error
+
+
+def _number(value: Any) -> int:
+    """A position or a count. Raises ValueError for one that cannot be."""
+    number = int(value)
+    if not 0 <= number <= MAX_TOKENS:
+        raise ValueError(f"a number of {number}")
+    return number
 
 
 def _order_fields(order: SaveOrder | LoadOrder) -> dict[str, Any]:
@@ -99,7 +109,10 @@ def _group_fields(group: JobGroup) -> list[Any]:
 class _Reader:
     """Takes the jobs out of the arrays, one after another."""
 
-    def __init__(self, keys: Any, sizes: Any, block_ids: Any, _wrong_blocks: Any) -> None:
+    def __init__(self, keys: Any, sizes: Any, block_ids: Any, wrong_blocks: Any) -> None:
+        for array in (keys, sizes, block_ids, wrong_blocks):
+            if array.ndim != 1 or array.dtype.kind != "i":
+                raise ValueError(f"an array of {array.dtype} in {array.ndim} dimensions")
         if len(sizes) > MAX_CHUNKS or len(keys) != len(sizes) * WORDS_PER_KEY:
             raise ValueError(f"{len(sizes)} chunks with {len(keys)} words of keys")
         self._keys = keys.astype("<i8").tobytes()
@@ -120,7 +133,7 @@ class _Reader:
             )
             if mode not in LOAD_MODES:
                 raise ValueError(f"a load of mode {mode!r}")
-            yield LoadOrder(self._job(fields), int(fields["num_local"]), tenant, adapter, mode)
+            yield LoadOrder(self._job(fields), _number(fields["num_local"]), tenant, adapter, mode)
 
     def check_end(self) -> None:
         if self._num_chunks != len(self._sizes) or self._num_blocks != len(self._block_ids):
@@ -135,19 +148,19 @@ class _Reader:
     def _group(
         self, root: str, parent: str, number: int, first_token: int, num_chunks: int, num_blocks: int
     ) -> JobGroup:
-        root_key, key = bytes.fromhex(root), bytes.fromhex(parent)
-        at, end = self._num_chunks, self._num_chunks + int(num_chunks)
-        blocks_end = self._num_blocks + int(num_blocks)
+        root_key, key, number, token = bytes.fromhex(root), bytes.fromhex(parent), _number(number), _number(first_token)
+        at, end = self._num_chunks, self._num_chunks + _number(num_chunks)
+        blocks_end = self._num_blocks + _number(num_blocks)
         if not at < end <= len(self._sizes) or not self._num_blocks <= blocks_end <= len(self._block_ids):
             raise ValueError(f"a group of {num_chunks} chunks and {num_blocks} blocks")
-        if len(root_key) != KEY_BYTES or len(key) != KEY_BYTES or int(number) < 0 or int(first_token) < 0:
+        if len(root_key) != KEY_BYTES or len(key) != KEY_BYTES:
             raise ValueError("a group that begins nowhere")
-        chunks, token = [], int(first_token)
+        chunks = []
         for i, num_tokens in enumerate(self._sizes[at:end]):
             if num_tokens < 1:
                 raise ValueError(f"a chunk of {num_tokens} tokens")
             own = self._keys[(at + i) * KEY_BYTES : (at + i + 1) * KEY_BYTES]
-            chunks.append(ChunkRef(own, key, int(number) + i, token, num_tokens, root_key))
+            chunks.append(ChunkRef(own, key, number + i, token, num_tokens, root_key))
             key, token = own, token + num_tokens
         block_ids = self._block_ids[self._num_blocks : blocks_end]
         self._num_chunks, self._num_blocks = end, blocks_end

@@ -64,6 +64,8 @@ class Saver:
         """Of one step, so all of them are at the same layer and have the same groups."""
         self._late: list[Wanted] = []
         """More than a step may have pending at a time: to be taken at its end, all layers at once."""
+        self._is_in_step = False
+        """Whether some layers of a step were announced, and not its last one."""
         self._overlaps = mover == "cuda"
         """Whether the ring empties while a step computes; where it may not, a step must fit into it."""
         self._num_full = 0
@@ -150,7 +152,8 @@ class Saver:
         pending in the pool are taken at its end, all layers at once. An earlier step that was not finished is aborted;
         one that was not run at all must be discarded.
         """
-        self._end([job for job in self._open if job.num_layers])
+        if self._is_in_step:
+            self.discard()
         taken = {chunk.key for job in self._open for chunk in job.chunks}
         taken |= {chunk.key for late in self._late for chunk in late.chunks}
         if taken:
@@ -188,9 +191,10 @@ class Saver:
         skipped = [job for job in self._open if self._shard.layers[job.num_layers] != layer]
         if skipped:  # a step that was not finished, and another one now
             self._end(skipped)
-            self._late.clear()
+            self._drop_late()
         stream = current_stream(self._view.device)
         is_last = layer == self._shard.layers[-1]
+        self._is_in_step = not is_last
         if is_last:
             self._join(stream)
         if not self._open:
@@ -221,6 +225,7 @@ class Saver:
         where none was."""
         while self._open and self._open[0].num_layers:
             self.layer_done(self._shard.layers[self._open[0].num_layers])
+        self._is_in_step = False
         while self._open:
             try:
                 self._save_job(self._open.pop(0))
@@ -271,10 +276,14 @@ class Saver:
     def discard(self) -> None:
         """The step failed: abort what was begun. The current stream may reuse its blocks."""
         self._end(list(self._open))
+        self._drop_late()
+        self._is_in_step = False
+        self._join(current_stream(self._view.device))
+
+    def _drop_late(self) -> None:
         late, self._late = self._late, []
         for each in late:
             self._drop(each.chunks, [each.name] * len(each.chunks))
-        self._join(current_stream(self._view.device))
 
     # ---- the end ------------------------------------------------------------------------------------------------
     def wait_for_room(self, num_chunks: int, timeout_s: float) -> bool:

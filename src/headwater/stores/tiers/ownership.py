@@ -64,8 +64,10 @@ class Ownership:
         self.held = False
 
     def close(self) -> None:
-        """Give it up."""
-        os.close(self._fd)
+        """Give it up. Idempotent; a thread that comes later gets an error, and not somebody else's file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class SoleOwnership:
