@@ -520,7 +520,7 @@ def test_a_server_is_killed_in_the_middle_of_a_save(pool_url: str, load: str) ->
             asking.join()
         prompt = asked[-1]
         with Server("smollm2", url) as other:
-            wait_until(lambda: pool.stats().store.pending_bytes == 0, what="a dead server's bytes are free")
+            assert pool.stats().store.pending_bytes == 0, "a dead server's bytes are pending"
             text, _ = other.ask(prompt)
             wait_saved(url, [(prompt, len(prompt))])
         tokens, _ = _ask_engine(prompt)
