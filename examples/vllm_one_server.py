@@ -21,7 +21,7 @@ def main() -> None:
         kv_connector="HeadwaterConnector",
         kv_connector_module_path="headwater.integrations.vllm",
         kv_role="kv_both",
-        kv_connector_extra_config={"pool": os.environ.get("HEADWATER_POOL", "shm:///headwater?capacity=1GiB")},
+        kv_connector_extra_config={"pool": os.environ.get("HEADWATER_POOL", "shm:///headwater")},
     )
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=2048, kv_transfer_config=transfer)
     prompt = "The river begins in the mountains. " * 120 + "Where does the river begin?"

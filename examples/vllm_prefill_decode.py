@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 
-POOL = os.environ.get("HEADWATER_POOL", "shm:///headwater?capacity=1GiB")
+POOL = os.environ.get("HEADWATER_POOL", "shm:///headwater")
 PROMPT = "The river begins in the mountains. " * 120 + "Where does the river begin?"
 
 

@@ -59,7 +59,7 @@ def _stats_rows(s: StoreStats) -> list[tuple[str, str, str]]:
         ("stored", f"{s.stored:,}", f"chunks since it was created, {size(s.stored_bytes)}"),
         ("evicted", f"{s.evicted:,}", "chunks, to make room"),
         ("damaged", f"{s.damaged:,}", "chunks, found and removed"),
-        ("aborted", f"{s.aborted:,}", "chunks whose writing was given up"),
+        ("aborted", f"{s.aborted:,}", "chunks whose writing was aborted"),
         ("rebuilds", f"{s.rebuilds:,}", "of the index, after a crash or damage"),
     ]
 

@@ -22,7 +22,7 @@ class ConnectorConfig:
     consumer_is_to_put: bool = False
     """Let a consumer save as well: what it decodes is then there for the next turn."""
     consumer_is_to_load: bool = True
-    """Let a consumer load; off, it only looks (for measuring)."""
+    """Let a consumer load; off, it does not even look prompts up (for measuring)."""
     save_decoded: bool = True
     """Save what was generated, too, and not only prompts."""
     load_mode: str = "async"

@@ -89,7 +89,7 @@ POOL_METRICS: tuple[Metric, ...] = (
     _scheduler("wait_seconds", "wait_seconds", "Time that requests waited for their loads, all requests together."),
     _worker("loaded_bytes", "loaded_bytes", "Bytes of KV loaded from the pool into the engine's cache."),
     _worker("saved_bytes", "saved_bytes", "Bytes of KV saved to the pool."),
-    _worker("load_seconds", "load_seconds", "Time that loaders were busy."),
+    _worker("load_seconds", "load_seconds", "Time that load threads were busy."),
     Metric(
         "headwater_pool_load_duration_seconds",
         "histogram",
@@ -101,7 +101,8 @@ POOL_METRICS: tuple[Metric, ...] = (
     _worker(
         "dropped_chunks",
         "num_dropped",
-        "Chunks that were not saved: staging was full, or the pool failed, was full or was cleared meanwhile.",
+        "Saves of chunks that were dropped, because staging was full, or the pool failed, was full or was cleared. "
+        "Dropped chunks are tried again.",
     ),
     _worker("damaged_chunks", "num_damaged", "Chunks that did not verify when they were loaded, and were recomputed."),
     _worker("step_seconds", "step_seconds", "Time that the thread which runs the model spent in the connector."),
