@@ -300,7 +300,9 @@ def test_a_fetch_may_be_released_after_its_pool_was_closed(tmp_path: Path) -> No
 def test_a_pool_with_tiers_is_closed_once_however_often_it_is_told(tmp_path: Path) -> None:
     with two_tiers(tmp_path) as (pool, _, _):
         pool.close()
-        others = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]  # one of them may have the number of a file of it
+        others = [
+            os.open(os.devnull, os.O_RDONLY) for _ in range(64)
+        ]  # one of them may have the number of a file of it
         pool.close()
     for fd in others:
         os.close(fd)
