@@ -20,11 +20,12 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Space, open_pool
 from headwater.stores.base import Status
+from headwater.transfer import aborts
 from headwater.transfer import save as saving
 from headwater.transfer.save import Saver
 from transfer_layer_cases import held_up
 
-from support import identity, temporary_url
+from support import identity, temporary_url, wait_until
 from transfer_cases import ORDERS, cache_view
 
 SPEC = KVSpec.gqa(num_layers=3, num_kv_heads=4, head_dim=8, dtype="float32")
@@ -88,6 +89,37 @@ def test_a_part_that_is_dropped_aborts_its_chunk(scheme: str, first: str, by_lay
             assert rank.saver.drain(10)
             rank.saver.close()
         assert all(space.exists(chunks))
+
+
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
+def test_a_repeated_abort_that_meets_the_next_try_is_told_of(
+    by_layer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank drops a chunk, and aborts it again for ranks that are behind. Another one is ahead: it has stored its
+    part of the next try, which is lost by that. Without one more try the chunk would wait for it until it expires."""
+    monkeypatch.setattr(aborts, "OWED_S", 60.0)
+    with temporary_url("shm", tmp_path, "capacity=4MiB") as url, open_pool(url, group=7) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks = space.keys(range(CHUNKS * CHUNK)).chunks()
+        behind, ahead = Rank(space, 0, slots=2), Rank(space, 1, slots=CHUNKS)
+        try:
+            behind.save(chunks[:3], by_layer=by_layer)
+            assert behind.saver.drain(10)
+            assert behind.saver.take_unsaved() == [("r", 2 * CHUNK)]
+            ahead.save(chunks[:3], by_layer=by_layer)
+            assert ahead.saver.drain(10)
+            wait_until(lambda: pool.stats().store.pending_bytes == 0, 10, "the abort is repeated")
+            behind.save(chunks[2:3], by_layer=by_layer)
+            assert behind.saver.drain(10)
+            assert behind.saver.take_unsaved() == [("r", 2 * CHUNK)], "both ranks take their part for stored"
+            for rank in (ahead, behind):
+                rank.save(chunks[2:3], by_layer=by_layer)
+                assert rank.saver.drain(10)
+                assert rank.saver.take_unsaved() == []
+            assert all(space.exists(chunks[:3]))
+        finally:
+            behind.saver.close()
+            ahead.saver.close()
 
 
 def one_rank(space: Space, **options: Any) -> Saver:

@@ -31,6 +31,8 @@ class Aborts:
         """Whether other ranks write parts of the same chunks."""
         self._owed: dict[bytes, tuple[ChunkRef, float]] = {}
         """By key: chunks to be aborted again, and until when."""
+        self._repeated: dict[bytes, float] = {}
+        """By key: chunks of which a repeated abort may have removed something, and until when that matters."""
         self._due = 0.0
 
     def abort(self, chunks: Sequence[ChunkRef]) -> None:
@@ -58,6 +60,14 @@ class Aborts:
             for chunk in chunks:
                 self._owed.pop(chunk.key, None)
 
+    def take_repeated(self, chunks: Sequence[ChunkRef]) -> set[bytes]:
+        """Those of some chunks, which this rank saves now, that a repeated abort may have taken from ranks which were
+        ahead with the same save: they take their parts for stored, and must be told to save them again."""
+        if not self._repeated:
+            return set()
+        now = time.monotonic()
+        return {chunk.key for chunk in chunks if self._repeated.pop(chunk.key, 0.0) > now}
+
     @property
     def is_owing(self) -> bool:
         """Whether an abort is to be repeated. From any thread."""
@@ -78,5 +88,7 @@ class Aborts:
         now = time.monotonic()
         self._due = now + RETRY_S
         self._owed = {key: owed for key, owed in self._owed.items() if now < owed[1]}
+        self._repeated = {key: until for key, until in self._repeated.items() if now < until}
         with suppress(HeadwaterError, OSError):
-            self._space.abort([chunk for chunk, _ in self._owed.values()])
+            if self._space.abort([chunk for chunk, _ in self._owed.values()]):
+                self._repeated.update(dict.fromkeys(self._owed, now + OWED_S))

@@ -167,7 +167,7 @@ class Sender:
     def _open(self, item: Open) -> None:
         """Not at once: whoever launches a step has no lead over the device yet, and would share the interpreter."""
         job, item.job.is_open = item.job, True
-        self._aborts.resume(job.chunks)
+        self._resume(job)
         while self._in_flight and not item.first_layer.query():
             try:
                 self._finish()
@@ -179,6 +179,13 @@ class Sender:
         except Exception:
             self._fail(job)
             raise
+
+    def _resume(self, job: SaveJob) -> None:
+        """A job is saved now: what was aborted before is aborted no more."""
+        self._aborts.resume(job.chunks)
+        if taken := self._aborts.take_repeated(job.chunks):
+            named = zip(job.names, job.chunks, strict=True)
+            self.unsaved.add([(name, chunk.first_token) for name, chunk in named if chunk.key in taken])
 
     def _reserve(self, job: SaveJob, spans: range) -> bool:
         """Find out where some chunks go; False where the store's memory cannot be reached in place.
@@ -253,7 +260,7 @@ class Sender:
             if work.plan is None or (not job.is_open and not job.alive(work.spans)):
                 raise EngineError("the gather was not launched, or another piece of the job has failed")
             if not job.is_open:
-                self._aborts.resume(job.chunks)
+                self._resume(job)
             if job.sums is None:
                 job.sums = np.zeros((len(job.chunks), len(self._shard.layers), len(self._shard.heads)), np.uint64)
             starts = staged_starts(work.plan, len(work.layers))
