@@ -29,6 +29,8 @@ def serve(model: str, role: str, max_tokens: int) -> None:
     llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=2048, kv_transfer_config=transfer)
     (output,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
     print(f"{role}: {output.num_cached_tokens} tokens were there, said {output.outputs[0].text!r}", flush=True)
+    # multiprocessing waits for the engine's own process before vLLM would end it by itself.
+    llm.llm_engine.engine_core.shutdown()
 
 
 def main() -> None:
