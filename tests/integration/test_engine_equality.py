@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from headwater.connector.orders import StepOrders, StepReport
+from headwater.connector.stats import TransferStats
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
@@ -104,8 +106,17 @@ class Clockwork:
         self.plan = PagePlan(config.num_pages or 0, config.max_model_len or 0, "")
         self.vocab_size = 1 << 20
 
-    def launch(self, step: StepInput, sampling: SamplingBatch) -> Pending:
+    def launch(self, step: StepInput, sampling: SamplingBatch, orders: StepOrders) -> Pending:
         return Pending(Sampled(torch.full((len(step.sample_rows),), 5), None, None), None)
+
+    def order(self, orders: StepOrders) -> None:
+        pass
+
+    def take_report(self) -> StepReport:
+        return StepReport()
+
+    def transfer_stats(self) -> TransferStats:
+        return TransferStats()
 
     def check_alive(self) -> None:
         pass
