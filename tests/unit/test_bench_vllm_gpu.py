@@ -18,10 +18,11 @@ from headwater.bench.vllm_engine import EngineProcess
 from headwater.bench.vllm_gpu import engines, figures, merge, records, run, sides, stages
 from headwater.bench.vllm_gpu.model import LLAMA_8B
 from headwater.bench.vllm_gpu.plan import PARTS, SIDES, TRIAL, GpuPlan
-from headwater.bench.vllm_gpu.process import BusCommands
+from headwater.bench.vllm_gpu.process import LOAD_TIME, BusCommands
 from headwater.bench.vllm_gpu.prompts import Prompts, make_prompt
 from headwater.bench.vllm_gpu.tiers import FileReader
 from headwater.bench.vllm_gpu.timeline import moments, steps_between
+from headwater.connector.metrics import POOL_METRICS
 from headwater.errors import EngineConfigError, EngineError
 
 import fake_vllm
@@ -422,6 +423,10 @@ def test_a_timeline_tells_a_hit_that_waits_outside_the_batch() -> None:
     }
     assert [round(since, 3) for _, _, since in steps_between(moments(marks))][:4] == [0, 1, 3, 1]
     assert moments([]) == []
+
+
+def test_the_time_of_a_load_is_one_of_the_connectors_metrics() -> None:
+    assert LOAD_TIME in {f"{metric.name}_sum" for metric in POOL_METRICS if metric.kind == "histogram"}
 
 
 def test_a_timeline_tells_a_load_that_goes_along_with_its_step() -> None:

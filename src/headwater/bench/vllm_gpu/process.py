@@ -19,6 +19,8 @@ from typing import Any
 
 from headwater.bench.vllm_process import Commands, serve
 
+LOAD_TIME = "headwater_pool_load_duration_seconds_sum"
+"""The metric that grows by the time of each load, from its order on."""
 _PR_SET_PDEATHSIG = 1
 _WAKE_BYTES = 64 << 20
 """Copied before what is timed: an idle bus sleeps."""
@@ -94,8 +96,7 @@ class EngineCommands(Commands):
         with self._timeline.recording() as marks:
             answer = self.generate([prompt], max_tokens=1)
         self.turn()
-        loaded = "headwater_pool_load_seconds"
-        answer["load_seconds"] = self.metrics().get(loaded, 0.0) - before.get(loaded, 0.0)
+        answer["load_seconds"] = self.metrics().get(LOAD_TIME, 0.0) - before.get(LOAD_TIME, 0.0)
         return {**answer, "marks": marks}
 
 
