@@ -248,7 +248,7 @@ def test_a_stage_that_fails_to_load_costs_the_prompt_its_hit(oracle: Oracle, poo
         assert one.engine.drain_saves(10.0)
     with StagedEngine(path, Topology(pp=(1, 6, 1)), pool_url) as other:
         last = other.stages.sides[-1][1]
-        loader: Any = last._loader
+        loader: Any = last._loader._pipeline
         real = loader._space
 
         class Short:
