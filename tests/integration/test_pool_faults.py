@@ -180,8 +180,13 @@ def test_chunks_that_find_no_room_in_staging_are_saved_later(
         check_tokens("little room", references, got, totals)
         assert engine.drain_saves(10.0)
         assert engine.stats().pool.num_dropped > 0, "there was room: this test tested nothing"
-        got, cached = generate(engine, references)
-        check_tokens("found again", references, got, totals)
+        # On a busy machine some chunks may be dropped each time: then the next request that computes them saves them.
+        for _ in range(6):
+            got, cached = generate(engine, references)
+            check_tokens("found again", references, got, totals)
+            assert engine.drain_saves(60.0)
+            if cached == [512, 302, 256]:
+                break
         assert cached == [512, 302, 256]
     check_no_leases(pool_url)
 
