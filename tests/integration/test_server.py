@@ -270,7 +270,7 @@ def test_errors_have_openais_shape(
 
 
 def test_too_many_at_once_are_told_to_come_back(server: Server) -> None:
-    body = chat_body("slow", max_tokens=LONG, stream=True)
+    before, body = num_aborts(server), chat_body("slow", max_tokens=LONG, stream=True)
     with contextlib.ExitStack() as stack:
         for _ in range(8):  # four run, four wait
             reply = stack.enter_context(server.http.stream("POST", "/v1/chat/completions", json=body))
@@ -279,6 +279,7 @@ def test_too_many_at_once_are_told_to_come_back(server: Server) -> None:
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "overloaded"
+    wait_until(lambda: num_aborts(server) == before + 8)
     wait_until(lambda: server.chat("say:room").status_code == 200)
 
 
@@ -340,9 +341,11 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_is_cut_off(server: Serv
     body = json.dumps({"prompt": "count", "max_tokens": 15_000, "stream": True, "logprobs": 20}).encode()
     with socket.create_connection((host, int(port))) as sock:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        before, num_before = server.metric("generated_tokens_total"), num_aborts(server)
         sock.sendall(head.encode() + body)
         wait_until(lambda: server.metric("requests_running") == 1)
         assert server.chat("say:hi").json()["choices"][0]["message"]["content"] == "hi"
+        wait_until(lambda: num_aborts(server) == num_before + 1)
         wait_until(lambda: server.metric("requests_running") == server.metric("kv_pages_used") == 0)
         sock.settimeout(TIMEOUT_S)
         tail = b""
