@@ -171,8 +171,8 @@ class Loader:
     def _launch_until(self, loads: Sequence[Load], load: Load, layer: int) -> None:
         """See that a layer of a load is launched, and the next groups as far as there is room.
 
-        The loader's thread only begins a load. The rest is launched by the engine's own thread: two threads that launch
-        at the same time wait for each other's turn in the interpreter more than for the bus.
+        The loader's thread only begins a load. The rest is launched by the engine's own thread, so that the two do not
+        contend for the interpreter while the step is launched.
         """
         while not load.is_launched.is_set():
             if load.is_handed and len(load.events) > load.group_of(layer):
