@@ -188,6 +188,69 @@ def test_damage_in_the_first_tier_is_not_made_right_by_copying_it(redis_url: str
         pool.clear()
 
 
+def test_a_bit_that_flips_while_a_chunk_is_copied_down_does_not_get_there(redis_url: str, tmp_path: Path) -> None:
+    """The copier sends bytes from where they lie: after its look at them, and before they are on their way."""
+    with pool_of("shm", tmp_path, f"{redis_url}?prefix=flip&lookup=5") as pool:
+        store, space = pool._store, open_space(pool)
+        front, remote = store._front, store._tiers[0].store  # type: ignore[attr-defined]
+        tier, chunks = store._tiers[0], space.keys(range(24)).chunks()  # type: ignore[attr-defined]
+        send, missing = remote._client.write, tier.missing
+
+        def flip_and_send(objects: Any, deadline: float) -> Any:
+            remote._client.write = send
+            flip_in(front, chunks[1])
+            return send(objects, deadline)
+
+        tier.missing = lambda keys: None  # nobody copies yet
+        write(space, range(24))
+        remote._client.write = flip_and_send
+        tier.missing = missing
+        assert pool.flush(20)
+        assert remote._client.write == send
+        assert remote.exists(space.root(), chunks) == [True, False, True]
+        assert remote.verify().damaged == 0
+        names = "".join(remote._client.scan("flip", time.monotonic() + 20))
+        assert [chunk.key.hex() in names for chunk in chunks] == [True, False, True], "no piece is left behind either"
+        assert space.exists(chunks) == [True, False, False], "it is removed from the first tier with what hangs below"
+        assert front.stats().damaged == 1
+        pool.clear()
+
+
+def test_damage_that_a_fetch_brought_up_is_not_copied_down_to_another_tier(redis_url: str, tmp_path: Path) -> None:
+    """A fetch does not verify what it brings, and what it has brought is copied to the tiers that lack it."""
+    with pool_of("shm", tmp_path, f"file://{tmp_path}/below?capacity=4MiB,{redis_url}?prefix=spread&lookup=5") as pool:
+        store, space = pool._store, open_space(pool)
+        front, (files, redis) = store._front, [tier.store for tier in store._tiers]  # type: ignore[attr-defined]
+        (chunk,) = space.keys(range(8)).chunks()
+        assert files.write(space.root(), [Piece(chunk, WHOLE, local_tiles(SPEC, chunk, WHOLE))]) == [Status.OK]
+        flip_in(files, chunk)
+        fetch = space.fetch([chunk], deadline_s=20)
+        assert fetch is not None
+        assert fetch.wait(time.monotonic() + 20)
+        fetch.release()
+        assert pool.flush(20)
+        assert redis.exists(space.root(), [chunk]) == [False]
+        assert redis.verify().damaged == 0
+        assert not space.exists([chunk])[0], "the copier has seen that it is damaged"
+        assert front.stats().damaged == 1
+        assert read(space, range(8)) == [Status.DAMAGED], "the copy in the file"
+        assert pool.verify().clean
+        pool.clear()
+
+
+def flip_in(store: Any, chunk: ChunkRef) -> None:
+    """Flip a bit of a stored chunk where it lies."""
+    core = store._core
+    at = core.index.find(chunk.key).record.offset + 77
+    if core.data.mapped:
+        core.data.view(at, 1)[0] ^= 4
+        return
+    byte, end = np.zeros(1, np.uint8), time.monotonic() + 20
+    assert core.data.load(at, [byte], end)
+    byte[0] ^= 4
+    core.data.save([(at, [byte])], end, lambda: None)
+
+
 def space_pieces(chunk: ChunkRef, buffer: np.ndarray) -> list[Piece]:
     return [Piece(chunk, WHOLE, buffer)]
 

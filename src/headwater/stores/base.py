@@ -35,7 +35,7 @@ class Status(IntEnum):
     OK = 0
     EXISTS = 1  # write: it is already there, by whomever; nothing was copied
     MISS = 2  # read: not there, or gone meanwhile
-    DAMAGED = 3  # read: its bytes did not verify; it has been removed and counted
+    DAMAGED = 3  # read: its bytes did not verify; it has been removed and counted. write: not stored for that reason
     TIMEOUT = 4  # the deadline passed; nothing was stored, or what was read must not be used
     BUSY = 5  # write: another server, or another thread of this one, is writing this chunk right now
     FULL = 6  # write: no room, and nothing that may be evicted

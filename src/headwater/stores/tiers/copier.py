@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
+import numpy as np
+
 from headwater.errors import HeadwaterError, StoreClosedError
-from headwater.stores.base import Status
+from headwater.kv.topology import whole_shard
+from headwater.stores.base import Piece, Status
 from headwater.stores.embedded.export import Exported
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.events import EventKind, Follower
@@ -276,7 +279,7 @@ class Copier:
         if not batch:
             return True
         try:
-            statuses = tier.put(batch)
+            statuses = self._put_verified(tier, batch)
             orphans = [item for item, status in zip(batch, statuses, strict=True) if status == Status.NO_PARENT]
             for item in orphans:
                 self._put_chain(tier, item)
@@ -288,6 +291,16 @@ class Copier:
                 item.release()
         return not any(status in (Status.TIMEOUT, Status.BUSY) for status in statuses)
 
+    def _put_verified(self, tier: LowerTier, batch: Sequence[Exported]) -> list[Status]:
+        """Copy chunks. Those that do not verify, because a bit has flipped or a fetch brought them so, are removed from
+        the first tier; the slower one has not got them."""
+        statuses = tier.put(batch)
+        for item, status in zip(batch, statuses, strict=True):
+            if status == Status.DAMAGED:
+                shard, scratch = whole_shard(item.root.space.spec), np.empty_like(item.tiles)
+                self._front.judge(item.root, Piece(item.chunk, shard, scratch), _EXPORT_DEADLINE_S)
+        return statuses
+
     def _put_chain(self, tier: LowerTier, item: Exported) -> None:
         """Copy a chunk after those before it, which the tier lacks: it may have evicted them."""
         chain, key = list[Exported](), item.chunk.parent
@@ -297,7 +310,7 @@ class Copier:
                 if not tier.missing([above.chunk.parent]):
                     break
                 key = above.chunk.parent
-            if tier.put([*reversed(chain), item])[-1] == Status.NO_PARENT:
+            if self._put_verified(tier, [*reversed(chain), item])[-1] == Status.NO_PARENT:
                 self._early[item.chunk.key] = None
         finally:
             for above in chain:

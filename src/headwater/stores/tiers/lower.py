@@ -65,7 +65,7 @@ class LowerTier(Source, Protocol):
         """This process has become the one that copies to it."""
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:
-        """Copy complete chunks here that are `missing`, parents first."""
+        """Copy complete chunks here that are `missing`, parents first. DAMAGED: it does not verify, and is not here."""
 
     def stats(self, waiting: int) -> TierStats:
         """Figures of this tier."""
