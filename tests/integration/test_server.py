@@ -245,7 +245,7 @@ def test_models_and_health(server: Server) -> None:
         ("/v1/chat/completions", json.dumps(chat_body("x", model="no")).encode(), 404, "model", "model_not_found"),
         ("/v1/chat/completions", json.dumps(chat_body("x", n=9)).encode(), 400, "n", None),
         ("/v1/chat/completions", b'{"messages":[{"role":"king","content":"x"}]}', 400, "messages[0].role", None),
-        ("/v1/chat/completions", b'{"messages":[{"role":"tool","content":"x"}]}', 400, "messages", None),
+        ("/v1/chat/completions", b'{"messages":[{"role":"user","content":"no template"}]}', 400, "messages", None),
         ("/v1/completions", b'{"prompt":""}', 400, "prompt", None),
         ("/v1/completions", b'{"prompt":[299,300]}', 400, "prompt", None),
         ("/v1/completions", json.dumps({"prompt": [[1]] * 9}).encode(), 400, "prompt", None),
