@@ -17,12 +17,12 @@ pytest.importorskip("transformers")
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from headwater.errors import ModelError
 from headwater.models.catalog import find_in_catalog
-from headwater.models.token_bytes import TokenBytes
+from headwater.models.token_bytes import BYTE_OF_CHAR, TokenBytes
 from headwater.models.tokenizer import StreamDecoder, Tokenizer
 from headwater.serve.output import TextOutput
 from headwater.serve.replies import ChatReply, Choice, CompletionReply, Reply, Usage
@@ -231,3 +231,12 @@ def test_a_decoder_that_nobody_knows_gives_what_the_text_has() -> None:
     hello = tokenizer.backend.convert_tokens_to_ids("▁Hello")
     assert tokenizer.token_bytes(hello) == "▁Hello".encode()
     assert tokenizer.token_bytes(END) is None
+
+
+def test_the_table_is_gpt2s() -> None:
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    assert BYTE_OF_CHAR.keys() == set(split.alphabet())
+    assert sorted(BYTE_OF_CHAR.values()) == list(range(256))
+    for code in (*range(0x800), 0x1000, 0x8000, 0xFFFF, 0x10000, 0x80000, 0x10FFFF, *range(0x800, 0xD800, 0x1000)):
+        ((piece, _),) = split.pre_tokenize_str(chr(code))
+        assert bytes(BYTE_OF_CHAR[char] for char in piece) == chr(code).encode()

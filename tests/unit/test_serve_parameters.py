@@ -179,6 +179,9 @@ def test_a_huge_name_is_refused_at_once_and_not_echoed() -> None:
     assert len(str(caught.value)) < 300
     assert caught.value.param is not None
     assert len(caught.value.param) < 100
+    with pytest.raises(RequestError) as caught:
+        chat(**{"a\nb": 1})
+    assert "\n" not in str(caught.value)
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

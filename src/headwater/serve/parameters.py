@@ -149,6 +149,7 @@ def check_struct(item: msgspec.Struct, table: Mapping[str, Accepted], *, where: 
 def unknown(name: str, known: Collection[str], elsewhere: Collection[str] = (), where: str = "") -> RequestError:
     """The error for a name that is in no table, with the one that was probably meant."""
     short = name if len(name) <= MAX_NAME_CHARS else name[: MAX_NAME_CHARS - 3] + "..."
+    short = short if short.isprintable() else ascii(short)
     text = f"{where}{short} is not a parameter that this server knows"
     if name in elsewhere:
         text = f"{where}{short} is a parameter of the other endpoint (chats and completions differ)"
