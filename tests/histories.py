@@ -6,6 +6,7 @@ taken for. Loads fail at times, chunks find no room, and some of them are in a f
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -68,8 +69,10 @@ class HistorySpace:
     def root(self, **names: bytes) -> None:
         pass
 
-    def keys(self, tokens: Sequence[int] = (), **names: Any) -> ChunkKeys:
-        return ChunkKeys(ROOT, self.chunk_tokens, tokens)
+    def keys(self, tokens: Sequence[int] = (), *, tenant: bytes = b"", **names: Any) -> ChunkKeys:
+        root = hashlib.sha256(tenant).digest() if tenant else ROOT
+        self.kept.setdefault(root, ())
+        return ChunkKeys(root, self.chunk_tokens, tokens)
 
     def match(self, keys: ChunkKeys, *, max_tokens: int) -> Match:
         chunks = [chunk for chunk in keys.chunks(tail=False) if chunk.first_token + chunk.num_tokens <= max_tokens]
@@ -171,7 +174,7 @@ class HistoryCache:
                 history[: n + 1] for n in range(chunk.first_token, end)
             ], "blocks that hold something else are saved"
             whole, tail = divmod(end, self.space.chunk_tokens)
-            keys = self.space.keys(history)
+            keys = self.space.keys(history, tenant=order.tenant)
             assert chunk == (keys.tail_ref(whole, tail) if tail else keys.ref(whole - 1)), "another prefix is saved"
             if not self.space.store(chunk, history):
                 unsaved = {job.request_id: chunk.first_token}

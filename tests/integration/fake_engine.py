@@ -38,12 +38,15 @@ class ByteTokenizer:
         return list(text.encode())
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        if any(message["role"] not in ("system", "user", "assistant") for message in messages):
-            raise RequestError("no such role", param="messages")
+        if messages[-1]["content"] == "no template":
+            raise RequestError("the template does not accept this, as asked", param="messages")
         return self.encode(messages[-1]["content"])
 
     def token_text(self, token_id: int) -> str:
         return bytes([token_id]).decode(errors="replace") if token_id < EOS else "<end>"
+
+    def token_bytes(self, token_id: int, *, begins_text: bool = False) -> bytes | None:
+        return bytes([token_id]) if token_id < EOS else None
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         return bytes(token for token in token_ids if token < EOS).decode(errors="replace")
@@ -56,20 +59,22 @@ class FakeEngine:
         self._requests: dict[str, tuple[list[int], SamplingParams]] = {}
         self._num_said: dict[str, int] = {}
         self._num_cached: dict[str, int] = {}
-        self._seen: set[tuple[int, ...]] = set()
+        self._seen: set[tuple[str | None, tuple[int, ...]]] = set()
         self._num_steps = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+    def add(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str | None = None
+    ) -> None:
         if self._text(prompt) == "refuse":
             raise RequestError("refused, as asked", param="prompt", code="refused")
         if self._text(prompt) == "exit":
             os._exit(3)
-        self._num_cached[request_id] = len(prompt) - 1 if tuple(prompt) in self._seen else 0
-        self._seen.add(tuple(prompt))
+        self._num_cached[request_id] = len(prompt) - 1 if (cache_salt, tuple(prompt)) in self._seen else 0
+        self._seen.add((cache_salt, tuple(prompt)))
         self._requests[request_id] = (list(prompt), params)
         self._num_said[request_id] = 0
 

@@ -225,6 +225,39 @@ def test_logprobs(server: Server) -> None:
     }
 
 
+def test_logprobs_of_parts_of_characters_have_bytes(server: Server) -> None:
+    content = server.chat("say:a€", logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert [(entry["token"], entry["bytes"]) for entry in content] == [
+        ("a", [0x61]), (r"\xe2", [0xE2]), (r"\x82", [0x82]), (r"\xac", [0xAC]),
+    ]  # fmt: skip
+    body = server.http.post("/v1/completions", json={"prompt": "say:a€b", "logprobs": 1}).json()
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["a", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "b"]
+    assert logprobs["text_offset"] == [0, 1, 1, 1, 2]
+    *chunks, _ = events(server.chat("say:a€", logprobs=True, stream=True).text)
+    told = [(chunk["choices"][0]["delta"].get("content"), chunk["choices"][0]["logprobs"]) for chunk in chunks]
+    said = [(text, [entry["bytes"] for entry in found["content"]]) for text, found in told if found]
+    assert said == [("a", [[0x61]]), ("€", [[0xE2], [0x82], [0xAC]]), (None, [])]
+
+
+def test_clients_of_different_salts_learn_nothing_of_each_other(server: Server) -> None:
+    def cached(**fields: Any) -> int:
+        usage = server.chat("say:a secret", **fields).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    asked: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}]
+    assert [cached(**fields) for fields in asked] == [0, 0, 0]
+    assert [cached(**fields) for fields in asked] == [11, 11, 11]
+
+
+def test_a_server_may_require_salts(mortal: Callable[..., Server]) -> None:
+    server = mortal(requires_cache_salt=True)
+    for stream in (False, True):
+        refused = server.chat("say:hi", stream=stream)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+    assert server.chat("say:hi", cache_salt="a").status_code == 200
+
+
 def test_models_and_health(server: Server) -> None:
     (card,) = server.http.get("/v1/models").json()["data"]
     assert (card["id"], card["object"]) == ("fake", "model")
@@ -244,8 +277,16 @@ def test_models_and_health(server: Server) -> None:
         ("/v1/chat/completions", json.dumps(chat_body("x", n="two")).encode(), 400, "n", None),
         ("/v1/chat/completions", json.dumps(chat_body("x", model="no")).encode(), 404, "model", "model_not_found"),
         ("/v1/chat/completions", json.dumps(chat_body("x", n=9)).encode(), 400, "n", None),
+        (
+            "/v1/chat/completions",
+            json.dumps(chat_body("x", audio={})).encode(),
+            400,
+            "audio",
+            "unsupported_parameter",
+        ),
+        ("/v1/chat/completions", json.dumps(chat_body("x", topk=5)).encode(), 400, "topk", "unknown_parameter"),
         ("/v1/chat/completions", b'{"messages":[{"role":"king","content":"x"}]}', 400, "messages[0].role", None),
-        ("/v1/chat/completions", b'{"messages":[{"role":"tool","content":"x"}]}', 400, "messages", None),
+        ("/v1/chat/completions", b'{"messages":[{"role":"user","content":"no template"}]}', 400, "messages", None),
         ("/v1/completions", b'{"prompt":""}', 400, "prompt", None),
         ("/v1/completions", b'{"prompt":[299,300]}', 400, "prompt", None),
         ("/v1/completions", json.dumps({"prompt": [[1]] * 9}).encode(), 400, "prompt", None),

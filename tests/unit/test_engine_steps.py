@@ -187,7 +187,7 @@ def test_any_schedule_gives_the_same_tokens(scenario: dict[str, Any], data: st.D
         params = SamplingParams(
             max_tokens=data.draw(st.none() | st.integers(1, 20)), temperature=0.0, ignore_eos=data.draw(st.booleans())
         )
-        engine.add(f"r{number}", prompt, params)
+        engine.add(f"r{number}", prompt, params, cache_salt=data.draw(st.sampled_from([None, "a"])))
         wanted[f"r{number}"] = expected(prompt, params, engine.max_model_len)
         for _ in range(data.draw(st.integers(0, 3))):
             collect(engine.step(), got, ends)
@@ -460,3 +460,33 @@ def test_step_inputs_pad_with_the_dummy_page() -> None:
     assert padded.kv_lens.tolist() == [1, 1, 1, 1]
     assert padded.page_table[1:].tolist() == [[9, 9]] * 3
     assert step.padded(1, 9, 4) is step
+
+
+def ask(engine: Engine, name: str, prompt: list[int], cache_salt: str | None) -> int:
+    """Prompt tokens that were found."""
+    engine.add(name, prompt, SamplingParams(max_tokens=1, temperature=0.0), cache_salt=cache_salt)
+    found = [output.num_cached_tokens for _ in range(100) if engine.has_work for output in engine.step()]
+    assert not engine.has_work
+    return found[-1]
+
+
+SALTS = [None, "a", "b", "x" * 2000, "y" * 2000]
+
+
+def test_nobody_learns_from_the_prefix_cache_what_others_asked_with_another_salt() -> None:
+    engine, device = make_engine(num_pages=64)
+    prompt = list(range(17))
+    assert [ask(engine, f"first {i}", prompt, salt) for i, salt in enumerate(SALTS)] == [0] * len(SALTS)
+    assert [ask(engine, f"again {i}", prompt, salt) for i, salt in enumerate(SALTS)] == [16] * len(SALTS)
+    engine.check_integrity()
+    check_nothing_left(engine, device)
+
+
+def test_nobody_learns_from_the_pool_what_others_asked_with_another_salt() -> None:
+    engine, device = make_engine(num_pages=64, pool_seed=0, prefix_cache="naive")
+    assert device.space is not None
+    device.space.drop_rate = device.space.far_rate = device.space.fail_rate = 0.0
+    prompt = list(range(17))
+    assert [ask(engine, f"first {i}", prompt, salt) for i, salt in enumerate(SALTS)] == [0] * len(SALTS)
+    assert [ask(engine, f"again {i}", prompt, salt) for i, salt in enumerate(SALTS)] == [16] * len(SALTS)
+    check_nothing_left(engine, device)

@@ -1,8 +1,8 @@
 """Random requests on a radix cache that is too small for them, against a plain model, all invariants after each step.
 
-The model is a dictionary from every cached prefix (whole pages of tokens) to its page and its last use, from which
-eviction is predicted page by page. `written` says what KV each page would hold, so that a page that was freed while
-somebody still used it shows up as wrong content, not only as wrong bookkeeping.
+The model is a dictionary from every cached prefix (a tenant and whole pages of tokens) to its page and its last use,
+from which eviction is predicted page by page. `written` says what KV each page would hold, so that a page that was
+freed while somebody still used it shows up as wrong content, not only as wrong bookkeeping.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from headwater.errors import EngineError
 
 NUM_PAGES = 14
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=16)
-Prefix = tuple[int, ...]
+TENANTS = st.sampled_from([b"", b"a"])
+Prefix = tuple[bytes | int, ...]
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Request:
     handle: Handle
     table: list[PageId]
     num_computed: int
+    tenant: bytes
     stale: list[Handle] = field(default_factory=list)
 
 
@@ -51,24 +53,24 @@ class PrefixModel(RuleBasedStateMachine):
         self.num_started = 0
 
     # ---- the model ----------------------------------------------------------------------------------------------
-    def prefixes(self, tokens: list[int]) -> list[Prefix]:
-        return [tuple(tokens[:end]) for end in range(self.page_size, len(tokens) + 1, self.page_size)]
+    def prefixes(self, tokens: list[int], tenant: bytes) -> list[Prefix]:
+        return [(tenant, *tokens[:end]) for end in range(self.page_size, len(tokens) + 1, self.page_size)]
 
-    def expected_pages(self, tokens: list[int]) -> list[PageId]:
+    def expected_pages(self, tokens: list[int], tenant: bytes) -> list[PageId]:
         pages = []
-        for prefix in self.prefixes(tokens):
+        for prefix in self.prefixes(tokens, tenant):
             if prefix not in self.cached:
                 break
             pages.append(self.cached[prefix][0])
         return pages
 
-    def touch(self, tokens: list[int]) -> None:
+    def touch(self, tokens: list[int], tenant: bytes) -> None:
         self.now += 1
-        for prefix in self.prefixes(tokens):
+        for prefix in self.prefixes(tokens, tenant):
             self.cached[prefix] = (self.cached[prefix][0], self.now)
 
     def locked(self) -> set[Prefix]:
-        return {prefix for r in self.requests for prefix in self.prefixes(r.tokens[: r.handle.num_tokens])}
+        return {prefix for r in self.requests for prefix in self.prefixes(r.tokens[: r.handle.num_tokens], r.tenant)}
 
     def expect_eviction(self, wanted: int) -> list[Prefix]:
         locked, gone = self.locked(), []
@@ -95,15 +97,15 @@ class PrefixModel(RuleBasedStateMachine):
         if whole * self.page_size < request.handle.num_tokens:
             return
         tokens, old = request.tokens[: whole * self.page_size], request.handle
-        had = len(self.expected_pages(tokens))
+        had = len(self.expected_pages(tokens, request.tenant))
         num_free = self.pool.num_free
         result = self.cache.insert(tokens, request.table[:whole], old, request.name)
         assert result.num_duplicate == had - old.num_tokens // self.page_size
         assert self.pool.num_free == num_free + result.num_duplicate
-        for prefix, page in list(zip(self.prefixes(tokens), request.table[:whole], strict=True))[had:]:
+        for prefix, page in list(zip(self.prefixes(tokens, request.tenant), request.table[:whole], strict=True))[had:]:
             self.cached[prefix] = (page, 0)
-        self.touch(tokens)
-        assert result.pages == self.expected_pages(tokens) == result.handle.pages
+        self.touch(tokens, request.tenant)
+        assert result.pages == self.expected_pages(tokens, request.tenant) == result.handle.pages
         assert result.handle.num_tokens == len(tokens)
         request.table[:whole] = result.pages
         request.handle = result.handle
@@ -121,29 +123,29 @@ class PrefixModel(RuleBasedStateMachine):
     def fill(self, data: st.DataObject) -> None:
         """Without this, most runs would never come to evict or split anything."""
         for _ in range(data.draw(st.integers(0, 4), "requests before")):
-            request = self.begin(data.draw(TOKENS))
+            request = self.begin(data.draw(TOKENS), data.draw(TENANTS))
             self.advance(request, len(request.tokens))
             self.insert(request)
             self.leave(request)
 
-    @rule(tokens=TOKENS, data=st.data())
-    def start(self, tokens: list[int], data: st.DataObject) -> None:
+    @rule(tokens=TOKENS, tenant=TENANTS, data=st.data())
+    def start(self, tokens: list[int], tenant: bytes, data: st.DataObject) -> None:
         if len(self.requests) < 4:
             # Half of them repeat what a request before them had, whole or in part.
             known = [r.tokens for r in [*self.requests, *self.dead]]
             if known and data.draw(st.booleans(), "repeat"):
                 other = data.draw(st.sampled_from(known))
                 tokens = other[: data.draw(st.integers(0, len(other)), "shared")] + tokens
-            self.begin(tokens)
+            self.begin(tokens, tenant)
 
-    def begin(self, tokens: list[int]) -> Request:
-        match = self.cache.match(tokens[:-1])
-        handle = self.cache.lock(tokens, match.num_tokens)
+    def begin(self, tokens: list[int], tenant: bytes) -> Request:
+        match = self.cache.match(tokens[:-1], tenant)
+        handle = self.cache.lock(tokens, match.num_tokens, tenant)
         assert handle.pages == match.pages
         assert handle.num_tokens == match.num_tokens < len(tokens)
-        self.touch(tokens[: match.num_tokens])
+        self.touch(tokens[: match.num_tokens], tenant)
         self.num_started += 1
-        request = Request(f"r{self.num_started}", tokens, handle, match.pages, match.num_tokens)
+        request = Request(f"r{self.num_started}", tokens, handle, match.pages, match.num_tokens, tenant)
         self.requests.append(request)
         return request
 
@@ -168,7 +170,7 @@ class PrefixModel(RuleBasedStateMachine):
         for position in range(request.num_computed, target):
             page = request.table[position // self.page_size]
             assert self.pool.owner_of(page) == request.name, "it would write into a page that is not its own"
-            self.written[page] = tuple(request.tokens[: position + 1])
+            self.written[page] = (request.tenant, *request.tokens[: position + 1])
         request.num_computed = target
 
     @precondition(lambda self: self.requests)
@@ -191,7 +193,7 @@ class PrefixModel(RuleBasedStateMachine):
     def fork(self, data: st.DataObject, tail: list[int]) -> None:
         """A request that begins with exactly what another has pinned: two handles with the same end."""
         other = data.draw(st.sampled_from(self.requests))
-        self.begin(other.tokens[: other.handle.num_tokens] + tail)
+        self.begin(other.tokens[: other.handle.num_tokens] + tail, other.tenant)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -221,17 +223,17 @@ class PrefixModel(RuleBasedStateMachine):
         for handle in data.draw(st.sampled_from(self.requests)).stale:
             self.cache.unlock(handle)
 
-    @rule(tokens=TOKENS, data=st.data())
-    def lock_part_and_unlock(self, tokens: list[int], data: st.DataObject) -> None:
-        have = len(self.expected_pages(tokens))
+    @rule(tokens=TOKENS, tenant=TENANTS | st.just(b"nobody"), data=st.data())
+    def lock_part_and_unlock(self, tokens: list[int], tenant: bytes, data: st.DataObject) -> None:
+        have = len(self.expected_pages(tokens, tenant))
         part = data.draw(st.integers(0, have)) * self.page_size
-        handle = self.cache.lock(tokens, part)
-        self.touch(tokens[:part])
-        assert handle.pages == self.expected_pages(tokens[:part])
+        handle = self.cache.lock(tokens, part, tenant)
+        self.touch(tokens[:part], tenant)
+        assert handle.pages == self.expected_pages(tokens[:part], tenant)
         self.cache.unlock(handle)
         if (have + 1) * self.page_size <= len(tokens):
             with pytest.raises(EngineError, match="match again"):
-                self.cache.lock(tokens, (have + 1) * self.page_size)
+                self.cache.lock(tokens, (have + 1) * self.page_size, tenant)
 
     @rule(num_pages=st.integers(0, NUM_PAGES))
     def evict(self, num_pages: int) -> None:
@@ -244,10 +246,10 @@ class PrefixModel(RuleBasedStateMachine):
         assert self.cache.num_evictable == 0
         assert self.cache.num_pages == len(self.locked())
 
-    @rule(tokens=TOKENS)
-    def match(self, tokens: list[int]) -> None:
-        match = self.cache.match(tokens)
-        assert match.pages == self.expected_pages(tokens)
+    @rule(tokens=TOKENS, tenant=TENANTS | st.just(b"nobody"))
+    def match(self, tokens: list[int], tenant: bytes) -> None:
+        match = self.cache.match(tokens, tenant)
+        assert match.pages == self.expected_pages(tokens, tenant)
         assert match.num_tokens == len(match.pages) * self.page_size
 
     # ---- the whole state ----------------------------------------------------------------------------------------
@@ -261,7 +263,9 @@ class PrefixModel(RuleBasedStateMachine):
         assert self.cache.num_pages == len(self.cached) == len(self.pool.pages_of(CACHED))
         assert self.cache.num_evictable == len(self.cached) - len(self.locked())
         for prefix, (page, _) in self.cached.items():
-            assert self.cache.match(list(prefix)).pages[-1] == page
+            tenant, *tokens = prefix
+            assert isinstance(tenant, bytes)
+            assert self.cache.match([int(token) for token in tokens], tenant).pages[-1] == page
             assert self.written[page] == prefix
 
     @invariant()
@@ -272,7 +276,7 @@ class PrefixModel(RuleBasedStateMachine):
             assert sorted(request.table[shared:]) == self.pool.pages_of(request.name)
             for number, page in enumerate(request.table):
                 end = min((number + 1) * self.page_size, request.num_computed)
-                assert self.written[page] == tuple(request.tokens[:end])
+                assert self.written[page] == (request.tenant, *request.tokens[:end])
 
     def teardown(self) -> None:
         for request in list(self.requests):

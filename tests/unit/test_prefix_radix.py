@@ -42,7 +42,7 @@ def check(pool: PagePool, cache: RadixPrefixCache) -> None:
 
 def shape(cache: RadixPrefixCache) -> list[tuple[list[PageId], int, int, int]]:
     """Every node, in order: pages, locks, last use, number of children."""
-    found, todo = [], [cache._root]
+    found, todo = [], list(cache._roots.values())
     while todo:
         node = todo.pop(0)
         found.append((list(node.pages), node.num_locks, node.last_used, len(node.children)))

@@ -64,11 +64,13 @@ def test_defaults_are_those_of_the_configs(served: list[ServerConfig], monkeypat
 def test_options_arrive(served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWATER_API_KEY", "sesame")
     args = "--host 0.0.0.0 --port 1 --served-model-name x --max-waiting 2 --model m --page-size 8 --memory-ratio 0.5"
-    assert invoke("serve", *args.split(), "--no-cuda-graphs", "--overlap", "--tensor-parallel-size", "2").exit_code == 0
+    args += " --require-cache-salt --no-cuda-graphs --overlap --tensor-parallel-size 2"
+    assert invoke("serve", *args.split()).exit_code == 0
     engine = EngineConfig(
         model="m", page_size=8, memory_ratio=0.5, cuda_graphs=False, overlap=True, tensor_parallel_size=2, pool=POOL
     )
-    server = {"host": "0.0.0.0", "port": 1, "served_model_name": "x", "max_waiting": 2, "api_key": "sesame"}
+    server: dict[str, Any] = {"host": "0.0.0.0", "port": 1, "served_model_name": "x", "max_waiting": 2}
+    server |= {"api_key": "sesame", "requires_cache_salt": True}
     assert served == [replace(DEFAULTS, engine=engine, **server)]
 
 

@@ -100,6 +100,9 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
+    def token_bytes(self, token_id: int, *, begins_text: bool = False) -> bytes | None:
+        return chr(token_id).encode()
+
 
 class Rig:
     """A generator around a wire."""

@@ -36,6 +36,7 @@ from headwater.serve.messages import (
 TO_ENGINE = [
     Start(EngineConfig(model="somewhere", memory_ratio=0.5, num_pages=7)),
     Submit("1", [0, 5, 2**31], SamplingParams(max_tokens=3, stop=("a", "b"), seed=2**62, stop_token_ids=(4,))),
+    Submit("2", [1], SamplingParams(), "a salt"),
     Abort("1"),
     Shutdown(),
 ]

@@ -33,6 +33,16 @@ class PieceDecoder:
         return self._tail
 
 
+class Letters:
+    """Token i is its number."""
+
+    def token_text(self, token_id: int) -> str:
+        return str(token_id)
+
+    def token_bytes(self, token_id: int, *, begins_text: bool = False) -> bytes | None:
+        return str(token_id).encode()
+
+
 def cut_at_first_stop(text: str, stops: list[str], immune: int = 0) -> tuple[str, bool]:
     """The oracle: grow the text character by character until a stop string ends there."""
     for end in range(immune + 1, len(text) + 1):
@@ -145,7 +155,7 @@ def test_end_ids_that_only_the_tokenizer_names_end_the_text_but_not_with_ignore_
 def test_json_never_holds_what_is_no_number(kind: type[Reply]) -> None:
     odd = [TokenLogprobs(1, value, [(2, value)]) for value in (-math.inf, math.nan, math.inf, -1e30, -0.5)]
     choice = Choice(["x"], [LogprobEntry(entry, 0) for entry in odd], FinishReason.STOP)
-    body = kind("m", str, with_logprobs=True, include_usage=False).whole([choice], Usage(1, 0, 1))
+    body = kind("m", Letters(), with_logprobs=True, include_usage=False).whole([choice], Usage(1, 0, 1))
 
     def numbers(value: object) -> list[float]:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []

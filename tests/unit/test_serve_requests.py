@@ -1,4 +1,4 @@
-"""OpenAI's request bodies: what is taken, what is ignored, what is refused and with which parameter's name."""
+"""OpenAI's request bodies: what is taken, and what is refused with which parameter's name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headwater.engine.config import EngineConfig
 from headwater.errors import EngineConfigError, EngineDeadError, RequestError
 from headwater.serve.config import ServerConfig
 from headwater.serve.errors import error_reply
-from headwater.serve.openai import UNSUPPORTED, Limits, parse_chat, parse_completion
+from headwater.serve.openai import Limits, parse_chat, parse_completion
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -145,18 +145,6 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
     reply = error_reply(caught.value)
     assert reply.status == 400
     assert len(reply.body) < 500, "an error is not as long as what was wrong"
-
-
-def test_harmless_values_of_unsupported_fields_and_unknown_fields_pass() -> None:
-    for name, harmless in UNSUPPORTED.items():
-        for value in (None, *harmless):
-            assert chat(**{name: value}) == chat()
-    assert chat(user="me", metadata={"a": 1}, nobody_knows=[1, 2]) == chat()
-
-
-def test_echo_is_refused() -> None:
-    with pytest.raises(RequestError, match="echo is not supported"):
-        completion(echo=True)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'{"model": "\xff"}', b"[" * 100_000])

@@ -16,7 +16,7 @@ def main() -> None:
     with Engine(config) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=task["max_tokens"], ignore_eos=True)
         for number, prompt in enumerate(task["prompts"]):
-            engine.add(str(number), prompt, params)
+            engine.add(str(number), prompt, params, cache_salt=task["salt"])
         tokens: dict[str, list[int]] = {str(number): [] for number in range(len(task["prompts"]))}
         cached: dict[str, int] = {}
         while engine.has_work:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headwater.bench.vllm_engine import SRC, engine
+from headwater.bench.vllm_engine import SRC, EngineProcess, engine
 
 from pool_waits import wait_saved
 from vllm_models import hit_tokens, random_tokens, settings_of, wait_for_hits
@@ -89,9 +89,9 @@ def test_sixteen_at_once(load_mode: str, qwen3: Path, pool_url: str, log_file: P
         assert partly["external"] == sum((len(prompt) - 20) // CHUNK * CHUNK for prompt in changed)
 
 
-def reference(model: Path, pool: str, prompts: list[list[int]]) -> dict[str, Any]:
+def reference(model: Path, pool: str, prompts: list[list[int]], salt: str | None = None) -> dict[str, Any]:
     """What the reference engine says, on the same pool."""
-    task = {"model": str(model), "pool": pool, "prompts": prompts, "max_tokens": NUM_NEW}
+    task = {"model": str(model), "pool": pool, "prompts": prompts, "max_tokens": NUM_NEW, "salt": salt}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("reference_process.py"))],
         input=json.dumps(task),
@@ -105,6 +105,23 @@ def reference(model: Path, pool: str, prompts: list[list[int]]) -> dict[str, Any
     assert lines, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(lines[-1][1:])
     return found
+
+
+def check_salts_are_shared(model: Path, pool_url: str, running: EngineProcess) -> None:
+    """Both engines find what the other one computed with the same salt, and nothing of any other."""
+    ours, theirs = random_tokens(502, 600), random_tokens(503, 530)
+    first = reference(model, pool_url, [ours], salt="tenant a")
+    assert first["cached"] == [0]
+    for salt, num_found in (("tenant b", 0), (None, 0), ("tenant a", hit_tokens(ours))):
+        found = running.ask("generate", prompts=[ours], max_tokens=NUM_NEW, salt=salt)
+        assert (found["external"], found["local"]) == (num_found, 0)
+        assert found["tokens"] == first["tokens"]
+    cold = running.ask("generate", prompts=[theirs], max_tokens=NUM_NEW, salt="tenant a")
+    wait_for_hits(pool_url, [theirs], tenant=b"tenant a")
+    assert reference(model, pool_url, [theirs])["cached"] == [0]
+    again = reference(model, pool_url, [theirs], salt="tenant a")
+    assert again["cached"] == [hit_tokens(theirs)]
+    assert again["tokens"] == cold["tokens"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "smollm2"])
@@ -123,6 +140,7 @@ def test_the_reference_engine_and_vllm_share(
         cold = running.ask("generate", prompts=[theirs], max_tokens=NUM_NEW)
         assert cold["external"] == 0
         wait_for_hits(pool_url, [theirs])
+        check_salts_are_shared(model, pool_url, running)
     again = reference(model, pool_url, [theirs])
     assert again["cached"] == [hit_tokens(theirs)], "what vLLM wrote was not found"
     assert again["tokens"] == cold["tokens"]

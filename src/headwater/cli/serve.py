@@ -43,6 +43,13 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Sequences that may wait for room; more are refused with status 429.")
     ] = ServerConfig.max_waiting,
+    require_cache_salt: Annotated[
+        bool,
+        typer.Option(
+            "--require-cache-salt",
+            help="Refuse requests without a cache_salt, so that no client learns from cached tokens what others asked.",
+        ),
+    ] = False,
     pool: Annotated[
         str | None,
         typer.Option(
@@ -69,6 +76,7 @@ def serve(
         api_key=api_key,
         insecure=insecure,
         max_waiting=max_waiting,
+        requires_cache_salt=require_cache_salt,
     )
     if insecure and api_key is None:
         typer.echo("warning: --insecure: everybody who can reach this address can use the model", err=True)

@@ -29,6 +29,7 @@ from headwater.engine.sampler import SamplingBatch, make_sampling_batch, unpack_
 from headwater.engine.scheduler import Scheduler, Step
 from headwater.errors import EngineConfigError, EngineDeadError, EngineError, HeadwaterError, RequestError
 from headwater.models.checkpoint import Checkpoint, open_checkpoint
+from headwater.pool.tenants import tenant_of
 from headwater.stores.stats import StoreStats
 
 LOAD_WAIT_S = 0.05
@@ -106,8 +107,11 @@ class Engine:
         self._aborted: list[RequestOutput] = []
         self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
 
-    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Queue a request. Raises RequestError for what can never be served, and then nothing has changed."""
+    def add(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str | None = None
+    ) -> None:
+        """Queue a request. It uses, and leaves behind, KV of its salt alone. Raises RequestError for what can never be
+        served, and then nothing has changed."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids of live requests must differ")
         tokens = self._check_prompt(prompt)
@@ -123,6 +127,7 @@ class Engine:
             stop_ids=self._stop_ids(params),
             seed=params.seed if params.seed is not None else _spread(self.config.seed, arrival),
             max_pages=-(-self.max_model_len // self.config.page_size),
+            tenant=tenant_of(cache_salt),
         )
         self._requests[request_id] = request
         self._scheduler.add(request)

@@ -11,7 +11,7 @@ from headwater.connector.finder import NOTHING, LoadPlan
 from headwater.connector.orders import StepOrders, StepReport
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.stats import TransferStats
-from headwater.connector.tracker import BlockIds, Scheduled
+from headwater.connector.tracker import BlockIds, Inputs, Scheduled
 
 if TYPE_CHECKING:
     from headwater.connector.config import ConnectorConfig
@@ -136,7 +136,7 @@ class PoolLink:
 
     def add(self, request: Request) -> None:
         """Hash its prompt."""
-        self._side.add(str(request.arrival), request.tokens, request.num_prompt)
+        self._side.add(str(request.arrival), request.tokens, request.num_prompt, Inputs(tenant=request.tenant))
 
     def match(self, request: Request, num_local: int) -> LoadPlan | None:
         """Ask the pool, and begin to fetch what is far away."""

@@ -41,6 +41,7 @@ class Request:
         "sample_index",
         "seed",
         "stop_ids",
+        "tenant",
         "tokens",
     )
 
@@ -55,6 +56,7 @@ class Request:
         stop_ids: frozenset[int],
         seed: int,
         max_pages: int,
+        tenant: bytes = b"",
     ) -> None:
         self.id = request_id
         self.params = params
@@ -66,6 +68,8 @@ class Request:
         """Output tokens at most: what was asked for, or what the context leaves."""
         self.stop_ids = stop_ids
         self.seed = seed
+        self.tenant = tenant
+        """Whose KV it may use: requests of different tenants share none, here or in the pool."""
         self.num_computed = 0
         self.num_in_flight = 0
         self.sample_index = -1

@@ -201,13 +201,13 @@ class Scheduler:
         for request in islice(self.waiting, LOOK_AHEAD):
             # All but the last token: its logits are what the next token is sampled from.
             tokens = request.tokens[:-1]
-            match = self._prefix.match(tokens)
+            match = self._prefix.match(tokens, request.tenant)
             missing = self._num_pages(request.num_tokens) - len(match.pages)
             # Asked before anything is pinned, since most questions are asked by a request that must go on waiting …
             if not self._has_room(missing):
                 return None
             if (plan := self._link.match(request, match.num_tokens)) is not None:
-                handle = self._prefix.lock(tokens, match.num_tokens)
+                handle = self._prefix.lock(tokens, match.num_tokens, request.tenant)
                 return request if self._start(request, handle, missing, plan) else None
         return None
 

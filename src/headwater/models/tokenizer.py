@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from headwater.errors import ModelError, RequestError
 from headwater.models.config import ModelConfig
+from headwater.models.token_bytes import TokenBytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -27,6 +28,9 @@ class Tokenizer:
         """Of the checkpoint's configs and of the tokenizer itself."""
         self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1
         """The largest id that has a text, plus one; the model's own vocabulary may be padded beyond it."""
+        fast = getattr(backend, "backend_tokenizer", None)
+        known = None if fast is None else TokenBytes(fast)
+        self._bytes = known if known is not None and known.is_known else None
 
     @property
     def backend(self) -> Any:
@@ -51,6 +55,14 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token for people, special ones too; U+FFFD where it is part of a character only."""
         return self.decode([token_id], skip_special=False)
+
+    def token_bytes(self, token_id: int, *, begins_text: bool = False) -> bytes | None:
+        """The bytes that one token adds to a text, also where they are part of a character only; None if it adds none,
+        as special tokens do. The first token of a text may lose a space: `begins_text`."""
+        if self._bytes is not None:
+            return self._bytes.of(token_id, begins_text=begins_text)
+        text = self.decode([token_id])
+        return text.encode() if text and REPLACEMENT not in text else None
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
@@ -148,7 +160,9 @@ class StreamDecoder:
     def _settle(self) -> str:
         text = self._decode(len(self._ids))
         if text == self._context_text:
-            del self._ids[self._num_context :]  # a token without text, e.g. a special one
+            if self._num_context or len(self._ids) > self.MAX_PENDING or self._is_special(self._ids[-1]):
+                self._ids.pop()
+            # Else a decoder took the first space of the text from it, and takes no other if it stays.
             return ""
         if not text.endswith(REPLACEMENT):
             return self._advance(len(self._ids), text)
@@ -167,6 +181,9 @@ class StreamDecoder:
         self._num_context = end - self._num_context
         self._context_text = self._decode(self._num_context)
         return fresh
+
+    def _is_special(self, token_id: int) -> bool:
+        return bool(self._tokenizer.decode([token_id], False))
 
     def _decode(self, end: int) -> str:
         return self._tokenizer.decode(self._ids[:end], self._skip_special)

@@ -5,6 +5,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 
+MAX_TENANT_BYTES = 1024
+"""What a chunk key has room for (docs/format.md)."""
+
+
+def tenant_of(cache_salt: str | None) -> bytes:
+    """The tenant that a request's `cache_salt` names, the same in every engine; without one, the nameless tenant."""
+    tenant = (cache_salt or "").encode("utf-8", "surrogatepass")
+    return tenant if len(tenant) <= MAX_TENANT_BYTES else b"sha256:" + hashlib.sha256(tenant).digest()
+
 
 def tenant_salt(secret: bytes | None, tenant: bytes) -> bytes:
     """What goes into every key of a tenant.

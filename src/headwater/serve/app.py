@@ -54,6 +54,7 @@ class AppConfig:
     served_model_name: str
     api_key: str | None
     max_body_bytes: int
+    requires_cache_salt: bool = False
 
 
 def create_app(generator: Generator, config: AppConfig) -> ASGIApp:
@@ -118,9 +119,11 @@ class _Server:
 
     def _answer(self, call: Call, kind: type[Reply]) -> Response:
         self._check_model(call.model)
+        if self._config.requires_cache_salt and call.cache_salt is None:
+            raise RequestError("this server needs a cache_salt in every request", param="cache_salt")
         reply = kind(
             self._config.served_model_name,
-            self._generator.tokenizer.token_text,
+            self._generator.tokenizer,
             with_logprobs=call.params.logprobs is not None,
             include_usage=call.include_usage,
         )

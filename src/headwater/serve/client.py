@@ -50,6 +50,7 @@ class Job(NamedTuple):
 
     prompt: list[int]
     params: SamplingParams
+    cache_salt: str | None = None
 
 
 class Arrival(NamedTuple):
@@ -192,7 +193,7 @@ class EngineClient:
         self._flights |= dict.fromkeys(request_ids, flight)
         try:
             for request_id, job in zip(request_ids, jobs, strict=True):
-                self._connection.send(Submit(request_id, job.prompt, job.params))
+                self._connection.send(Submit(request_id, *job))
             await self._connection.drain()
         except BaseException:
             flight.close()

@@ -25,6 +25,8 @@ class ServerConfig:
     max_waiting: int = 256
     """Sequences that may wait besides the `max_num_seqs` that run; more are refused with 429."""
     max_body_bytes: int = 16 << 20
+    requires_cache_salt: bool = False
+    """Refuse requests that would share KV with everybody."""
 
     @property
     def model_name(self) -> str:

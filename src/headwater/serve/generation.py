@@ -27,6 +27,7 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str: ...
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
     def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int, *, begins_text: bool = False) -> bytes | None: ...
 
 
 class ChoiceDelta(NamedTuple):
@@ -72,7 +73,11 @@ class Generator:
             # The client counts them from here on: `submit` registers them before it waits for anything.
             self._num_preparing -= call.num_sequences
         call = replace(call, params=stopping_at(call.params, self._end_ids))
-        jobs = [Job(prompt, call.params_of(choice)) for prompt in prompts for choice in range(call.num_choices)]
+        jobs = [
+            Job(prompt, call.params_of(choice), call.cache_salt)
+            for prompt in prompts
+            for choice in range(call.num_choices)
+        ]
         return Generation(self, call, await self.client.submit(jobs), arrival_s)
 
     def _admit(self, num_sequences: int) -> None:

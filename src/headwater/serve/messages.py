@@ -40,6 +40,7 @@ class Submit(_Message, frozen=True):
     request_id: str
     prompt: list[int]
     params: SamplingParams
+    cache_salt: str | None = None
 
 
 class Abort(_Message, frozen=True):

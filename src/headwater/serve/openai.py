@@ -1,7 +1,7 @@
 """OpenAI's requests: what their bodies may hold, and what of it this server does.
 
-Fields nobody knows are ignored, as clients send many. Known fields that would change the output but are not supported
-are refused, unless they ask for what happens anyway. Answers are in `replies`.
+The fields of the structs are what is supported; what becomes of all others is in `parameters`. Answers are in
+`replies`.
 """
 
 from __future__ import annotations
@@ -15,61 +15,65 @@ import msgspec
 
 from headwater.engine.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from headwater.errors import RequestError
+from headwater.serve.parameters import (
+    CHAT_NO_EFFECT,
+    CHAT_UNSUPPORTED,
+    COMPLETION_NO_EFFECT,
+    COMPLETION_UNSUPPORTED,
+    MESSAGE_UNSUPPORTED,
+    NULL,
+    PART_NO_EFFECT,
+    PART_UNSUPPORTED,
+    STREAM_UNSUPPORTED,
+    check_fields,
+    check_struct,
+    unknown,
+)
 
 LARGE_BODY_BYTES = 4096
 """Larger bodies are read, checked and tokenised in a thread: they would keep the event loop for milliseconds."""
 MAX_MESSAGES = 4096
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Role → how chat templates call it. OpenAI's newer models say developer where the older ones say system."""
+TOOL_ROLES = ("tool", "function")
 MAX_STOP_CHARS = 1000
-MAX_HARMLESS_BYTES = 100
+MAX_SALT_CHARS = 128
+SALT_FORBIDS = "@/\\\0"
+"""vLLM's server has the same rules, so a salt that one of them takes is good for both."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; a chat goes on until the context is full."""
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "prompt_logprobs": (0, False),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-"""Field → values that ask for nothing (null never does). Any other value is refused."""
 
-
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """What a stream shall bring besides its text."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: msgspec.Raw = NULL
+    continuous_usage_stats: msgspec.Raw = NULL
 
 
-class TextPart(msgspec.Struct, gc=False):
+class TextPart(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     """A part of a message's content; only text is known."""
 
     type: str
     text: str | None = None
+    prompt_cache_breakpoint: msgspec.Raw = NULL
 
 
-class ChatMessage(msgspec.Struct, gc=False):
-    """One turn of a conversation."""
+class ChatMessage(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    """One turn of a conversation. The fields after `content` are looked at only to refuse what they ask for."""
 
     role: str
     content: str | list[TextPart] | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    annotations: msgspec.Raw = NULL
+    audio: msgspec.Raw = NULL
+    function_call: msgspec.Raw = NULL
+    name: msgspec.Raw = NULL
+    reasoning: msgspec.Raw = NULL
+    reasoning_content: msgspec.Raw = NULL
+    refusal: msgspec.Raw = NULL
+    tool_call_id: msgspec.Raw = NULL
+    tool_calls: msgspec.Raw = NULL
 
 
 class _Common(msgspec.Struct, kw_only=True):
@@ -92,6 +96,7 @@ class _Common(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    cache_salt: str | None = None
 
 
 class ChatRequest(_Common, kw_only=True):
@@ -127,6 +132,8 @@ class Call:
     """Choices for each prompt."""
     stream: bool
     include_usage: bool
+    cache_salt: str | None = field(default=None, repr=False)
+    """Only requests of one salt share KV: whoever does not know it learns nothing of what was asked with it."""
     num_body_bytes: int = field(default=0, compare=False)
     """How large the request was: a measure of the work that its text makes, whichever field that is in."""
 
@@ -193,6 +200,14 @@ def parse_completion(body: bytes, limits: Limits = NO_LIMITS) -> Call:
     )
 
 
+_TABLES = {
+    ChatRequest: (ChatRequest.__struct_fields__, CHAT_NO_EFFECT, CHAT_UNSUPPORTED),
+    CompletionRequest: (CompletionRequest.__struct_fields__, COMPLETION_NO_EFFECT, COMPLETION_UNSUPPORTED),
+}
+_ELSEWHERE = {
+    ChatRequest: {name for table in _TABLES[CompletionRequest] for name in table},
+    CompletionRequest: {name for table in _TABLES[ChatRequest] for name in table},
+}
 _Item = TypeVar("_Item")
 _Request = TypeVar("_Request", ChatRequest, CompletionRequest)
 
@@ -200,9 +215,7 @@ _Request = TypeVar("_Request", ChatRequest, CompletionRequest)
 def _parse(body: bytes, kind: type[_Request]) -> _Request:
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        for name, harmless in UNSUPPORTED.items():
-            if name in fields and not _is_one_of(fields[name], harmless):
-                raise RequestError(f"{name} is not supported by this server; leave it out", param=name)
+        check_fields(fields, *_TABLES[kind], elsewhere=_ELSEWHERE[kind])
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _as_request_error(str(error)) from error
@@ -210,21 +223,27 @@ def _parse(body: bytes, kind: type[_Request]) -> _Request:
         raise RequestError(f"the body is not valid JSON: {error}") from error
 
 
-def _is_one_of(raw: msgspec.Raw, harmless: tuple[Any, ...]) -> bool:
-    # What asks for nothing is short; the rest need not be decoded.
-    value = msgspec.json.decode(raw) if memoryview(raw).nbytes <= MAX_HARMLESS_BYTES else raw
-    return value is None or value in harmless
-
-
 def _as_request_error(text: str) -> RequestError:
-    """msgspec says "Expected `int`, got `str` - at `$.n`" and "Object missing required field `messages`"."""
+    """msgspec says "Expected `int`, got `str` - at `$.n`", "Object missing required field `messages`" and "Object
+    contains unknown field `x`"."""
     place = re.search(r" - at `\$\.?(.*)`$", text)
+    if place and (stranger := re.search(r"contains unknown field `(.*)` - at", text, re.DOTALL)):
+        return _unknown_inside(place[1], stranger[1])
     if missing := re.search(r"missing required field `(\w+)`", text):
         path = f"{place[1]}.{missing[1]}" if place and place[1] else missing[1]
         return RequestError(f"{path} is missing", param=path)
     what = text[: place.start()] if place else text
     path = place[1] if place else "the body"
     return RequestError(f"{path}: {what[:1].lower()}{what[1:]}", param=place[1] if place else None)
+
+
+def _unknown_inside(path: str, name: str) -> RequestError:
+    """The error for a field that an object inside the body must not have."""
+    if "content" in path and name in PART_UNSUPPORTED:
+        text = f"content parts with {name} are not supported; this model reads text"
+        return RequestError(text, param=f"{path}.{name}", code="unsupported_parameter")
+    kind = TextPart if "content" in path else ChatMessage if path.startswith("messages") else StreamOptions
+    return unknown(name, kind.__struct_fields__, where=f"{path}.")
 
 
 def _call(request: _Common, *, is_chat: bool, max_tokens: int | None, logprobs: int | None, **rest: Any) -> Call:
@@ -253,6 +272,8 @@ def _call(request: _Common, *, is_chat: bool, max_tokens: int | None, logprobs: 
     options = request.stream_options
     if options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
+    if options is not None:
+        check_struct(options, STREAM_UNSUPPORTED, where="stream_options.")
     return Call(
         **({"messages": [], "prompts": []} | rest),
         is_chat=is_chat,
@@ -260,26 +281,30 @@ def _call(request: _Common, *, is_chat: bool, max_tokens: int | None, logprobs: 
         params=SamplingParams(**{name: value for name, value in given.items() if value is not None}),
         num_choices=num_choices,
         stream=bool(request.stream),
-        include_usage=options is not None and options.include_usage,
+        include_usage=options is not None and bool(options.include_usage),
+        cache_salt=_salt(request.cache_salt),
     )
 
 
 def _turn(index: int, message: ChatMessage) -> dict[str, str]:
     """A message as chat templates take it: role and plain text."""
     where = f"messages[{index}]"
+    if message.role in TOOL_ROLES:
+        text = f"{where}.role is {message.role!r}, and tools are not supported by this server"
+        raise RequestError(text, param=f"{where}.role", code="unsupported_parameter")
     if message.role not in ROLES:
         text = f"{where}.role is {shown(message.role)}; expected one of {', '.join(ROLES)}"
         raise RequestError(text, param=f"{where}.role")
-    if message.tool_calls:
-        raise RequestError("tool calls are not supported by this server", param=f"{where}.tool_calls")
+    check_struct(message, MESSAGE_UNSUPPORTED, where=f"{where}.")
     content = message.content
     if isinstance(content, list):
-        for part in content:
+        for number, part in enumerate(content):
             if part.type != "text" or part.text is None:
                 text = f"content parts of type {shown(part.type)} are not supported; this model reads text"
-                raise RequestError(text, param=f"{where}.content")
+                raise RequestError(text, param=f"{where}.content", code="unsupported_parameter")
+            check_struct(part, PART_NO_EFFECT, where=f"{where}.content[{number}].")
         content = "\n".join(part.text or "" for part in content)
-    return {"role": message.role, "content": content or ""}
+    return {"role": ROLES[message.role], "content": content or ""}
 
 
 def _prompts(prompt: str | list[msgspec.Raw], limits: Limits) -> list[str | list[int]]:
@@ -335,6 +360,13 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...] | None:
     if any(len(text) > MAX_STOP_CHARS for text in stops):
         raise RequestError(f"stop: expected strings of at most {MAX_STOP_CHARS} characters", param="stop")
     return stops
+
+
+def _salt(salt: str | None) -> str | None:
+    if salt is not None and not (0 < len(salt) <= MAX_SALT_CHARS and not set(salt) & set(SALT_FORBIDS)):
+        text = f"cache_salt: expected 1 to {MAX_SALT_CHARS} characters, none of them @, /, \\ or NUL"
+        raise RequestError(text, param="cache_salt")
+    return salt
 
 
 def _logprobs(name: str, count: int) -> int:

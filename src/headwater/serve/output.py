@@ -140,7 +140,9 @@ class TextOutput:
 
     def _note(self, logprobs: list[TokenLogprobs] | None, position: int, start: int) -> None:
         if logprobs is not None:
-            self._pending.append((LogprobEntry(logprobs[position], start), self._num_decoded))
+            # A token without text is part of the character that follows, and goes out with it.
+            end = max(self._num_decoded, start + 1)
+            self._pending.append((LogprobEntry(logprobs[position], start), end))
 
     def _delta(self, shown: list[str], finish_reason: FinishReason | None, *, keep_all: bool) -> Delta:
         """Log-probabilities go out with the last of their token's text; at a stop string, with any of it."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from headwater.engine.params import FinishReason
@@ -21,7 +21,11 @@ def sayable(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB) if math.isfinite(logprob) else LEAST_LOGPROB
 
 
-TokenText = Callable[[int], str]
+class TokenNames(Protocol):
+    """What an answer needs of the tokenizer."""
+
+    def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int, *, begins_text: bool = False) -> bytes | None: ...
 
 
 class Usage(NamedTuple):
@@ -39,6 +43,22 @@ class Usage(NamedTuple):
             "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+
+
+class NamedToken(NamedTuple):
+    """A token for the reader of an answer, and its log-probability."""
+
+    text: str
+    data: bytes | None
+    logprob: float
+
+
+class NamedEntry(NamedTuple):
+    """The log-probabilities of one token of the text."""
+
+    chosen: NamedToken
+    top: list[NamedToken]
+    text_offset: int
 
 
 @dataclass
@@ -62,9 +82,13 @@ class Reply:
     id_prefix = ""
     whole_object = ""
     chunk_object = ""
+    bytes_prefix = ""
+    """How the name of a token begins that is part of a character only."""
 
-    def __init__(self, model: str, token_text: TokenText, *, with_logprobs: bool, include_usage: bool) -> None:
-        self._token_text = token_text
+    def __init__(self, model: str, names: TokenNames, *, with_logprobs: bool, include_usage: bool) -> None:
+        self._names = names
+        self._begun: set[int] = set()
+        """Choices whose text has begun."""
         self._with_logprobs = with_logprobs
         self._include_usage = include_usage
         self._head = {"id": f"{self.id_prefix}-{uuid4().hex}", "created": int(time.time()), "model": model}
@@ -99,7 +123,7 @@ class Reply:
         return {
             "index": index,
             **content,
-            "logprobs": self._logprobs(entries) if self._with_logprobs else None,
+            "logprobs": self._logprobs(self._named(index, entries)) if self._with_logprobs else None,
             "finish_reason": finish_reason.value if finish_reason else None,
         }
 
@@ -109,8 +133,31 @@ class Reply:
     def _piece(self, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
+    def _logprobs(self, entries: list[NamedEntry]) -> dict[str, Any]:
         raise NotImplementedError
+
+    def _named(self, index: int, entries: list[LogprobEntry]) -> list[NamedEntry]:
+        named = []
+        for (token_id, logprob, top), text_offset in entries:
+            begins = index not in self._begun
+            if begins and self._names.token_bytes(token_id):
+                self._begun.add(index)
+            best = [self._name(other_id, other, begins) for other_id, other in top]
+            named.append(NamedEntry(self._name(token_id, logprob, begins), best, text_offset))
+        return named
+
+    def _name(self, token_id: int, logprob: float, begins_text: bool) -> NamedToken:
+        data = self._names.token_bytes(token_id, begins_text=begins_text)
+        return NamedToken(self._text_of(token_id, data), data, sayable(logprob))
+
+    def _text_of(self, token_id: int, data: bytes | None) -> str:
+        """A token for people: its text, or the bytes of one that is part of a character only, as OpenAI writes them."""
+        if data is None:
+            return self._names.token_text(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return self.bytes_prefix + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class ChatReply(Reply):
@@ -135,16 +182,9 @@ class ChatReply(Reply):
     def _piece(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
-    def _logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
-        content = []
-        for (token_id, logprob, top), _ in entries:
-            best = [self._token(other_id, other) for other_id, other in top]
-            content.append(self._token(token_id, logprob) | {"top_logprobs": best})
+    def _logprobs(self, entries: list[NamedEntry]) -> dict[str, Any]:
+        content = [_token(chosen) | {"top_logprobs": [_token(other) for other in top]} for chosen, top, _ in entries]
         return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token_id)
-        return {"token": text, "logprob": sayable(logprob), "bytes": list(text.encode())}
 
 
 class CompletionReply(Reply):
@@ -153,24 +193,30 @@ class CompletionReply(Reply):
     id_prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    bytes_prefix = "bytes:"
 
     def _message(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
     _piece = _message
 
-    def _logprobs(self, entries: list[LogprobEntry]) -> dict[str, Any]:
+    def _logprobs(self, entries: list[NamedEntry]) -> dict[str, Any]:
         return {
-            "tokens": [self._token_text(entry.logprobs.token_id) for entry in entries],
-            "token_logprobs": [sayable(entry.logprobs.logprob) for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries],
+            "tokens": [entry.chosen.text for entry in entries],
+            "token_logprobs": [entry.chosen.logprob for entry in entries],
+            "top_logprobs": [_top(entry) for entry in entries],
             "text_offset": [entry.text_offset for entry in entries],
         }
 
-    def _top(self, entry: LogprobEntry) -> dict[str, float]:
-        """The best tokens by their text, the chosen one among them. Of tokens with the same text the best counts."""
-        token_id, logprob, top = entry.logprobs
-        best: dict[str, float] = {}
-        for other_id, other in [*top, (token_id, logprob)]:
-            best.setdefault(self._token_text(other_id), sayable(other))
-        return best
+
+def _token(token: NamedToken) -> dict[str, Any]:
+    data = None if token.data is None else list(token.data)
+    return {"token": token.text, "logprob": token.logprob, "bytes": data}
+
+
+def _top(entry: NamedEntry) -> dict[str, float]:
+    """The best tokens by their text, the chosen one among them. Of tokens with the same text the best counts."""
+    best: dict[str, float] = {}
+    for token in (*entry.top, entry.chosen):
+        best.setdefault(token.text, token.logprob)
+    return best

@@ -170,7 +170,12 @@ def _make_server(config: ServerConfig, client: EngineClient, tokenizer: Tokenize
     limit = client.ready.max_num_seqs + config.max_waiting
     app = create_app(
         Generator(client, tokenizer, metrics, max_sequences=limit),
-        AppConfig(served_model_name=model, api_key=config.api_key, max_body_bytes=config.max_body_bytes),
+        AppConfig(
+            served_model_name=model,
+            api_key=config.api_key,
+            max_body_bytes=config.max_body_bytes,
+            requires_cache_salt=config.requires_cache_salt,
+        ),
     )
     return _Server(
         uvicorn.Config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from headwater.engine.pages import CACHED, PageId, PagePool
 from headwater.engine.prefix.tree import LeafQueue, Node
@@ -11,7 +11,7 @@ from headwater.errors import EngineError
 
 
 def audit(
-    root: Node,
+    roots: Mapping[bytes, Node],
     leaves: LeafQueue,
     handle_ends: Sequence[Node],
     pool: PagePool,
@@ -20,14 +20,18 @@ def audit(
     num_pages: int,
     num_evictable: int,
 ) -> None:
-    """Raise EngineError at the first thing that is wrong. Walks the tree, the queue, the handles and the pool."""
-    nodes = _walk(root)
-    below = set(map(id, nodes))
+    """Raise EngineError at the first thing that is wrong. Walks the trees, the queue, the handles and the pool."""
+    nodes = [node for root in roots.values() for node in _walk(root)]
+    known = {id(node) for node in (*roots.values(), *nodes)}
     for end in handle_ends:
-        _expect(end is root or id(end) in below, "a live handle ends at a node that left the tree")
+        _expect(id(end) in known, "a live handle ends at a node that left the tree")
 
-    locks = Counter(id(above) for end in handle_ends for above in end.path())
-    _expect(root.num_locks == len(handle_ends), f"{root.num_locks} locks at the root, {len(handle_ends)} live handles")
+    locks = Counter(id(above) for end in handle_ends for above in (*end.path(), end.root))
+    for tenant, root in roots.items():
+        _expect(root.key == tenant and root.parent is None, "a root is not filed under its tenant")
+        _expect(bool(root.num_locks or root.children), "a root is left that nothing needs")
+        num_handles = locks[id(root)]
+        _expect(root.num_locks == num_handles, f"{root.num_locks} locks at the root, {num_handles} live handles")
     for node in nodes:
         _check_node(node, page_bytes)
         _expect(

@@ -51,7 +51,8 @@ class InsertResult(NamedTuple):
 class PrefixCache(Protocol):
     """KV pages by the tokens they stand for. One thread; deterministic; every misuse is an EngineError.
 
-    Token ids are 0 … 2³² - 1; others are a TokenError.
+    Tenants share nothing: what one of them inserted, no other one matches. A handle knows its tenant. Token ids are
+    0 … 2³² - 1; others are a TokenError.
     """
 
     @property
@@ -64,14 +65,14 @@ class PrefixCache(Protocol):
         """Pages that `evict` could free now. O(1)."""
         ...
 
-    def match(self, token_ids: Sequence[int]) -> Match:
-        """The longest cached prefix of `token_ids`. Changes nothing: no lock, no node, no recency.
+    def match(self, token_ids: Sequence[int], tenant: bytes = b"") -> Match:
+        """The longest prefix of `token_ids` that this tenant has cached. Changes nothing: no lock, no node, no recency.
 
         Pass a prompt without its last token, so that one is always left to compute. O(tokens).
         """
         ...
 
-    def lock(self, token_ids: Sequence[int], num_tokens: int) -> Handle:
+    def lock(self, token_ids: Sequence[int], num_tokens: int, tenant: bytes = b"") -> Handle:
         """Pin the first `num_tokens` (whole pages), and make them the most recently used. O(num_tokens).
 
         EngineError where they are no longer cached: match, lock and only then evict.

@@ -28,10 +28,10 @@ class NaivePrefixCache:
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
 
-    def match(self, token_ids: Sequence[int]) -> Match:
+    def match(self, token_ids: Sequence[int], tenant: bytes = b"") -> Match:
         return Match(0, [])
 
-    def lock(self, token_ids: Sequence[int], num_tokens: int) -> Handle:
+    def lock(self, token_ids: Sequence[int], num_tokens: int, tenant: bytes = b"") -> Handle:
         if num_tokens:
             raise EngineError(f"cannot lock {num_tokens} tokens: the naive prefix cache holds none")
         return _NoHandle()

@@ -1,4 +1,7 @@
-"""The radix prefix cache: a tree whose paths are token sequences and whose nodes hold the pages that stand for them.
+"""The radix prefix cache: trees whose paths are token sequences and whose nodes hold the pages that stand for them.
+
+Each tenant has a tree of its own, all of them share one queue of leaves: tenants find nothing of each other, and the
+page that was used longest ago goes first, whoever it belongs to.
 
 Locks count handles on every node up to the root, so what is not locked is always a set of whole subtrees, and
 evicting leaves one by one reaches all of it. Recency is a counter, not a clock: equal calls give equal evictions.
@@ -42,7 +45,8 @@ class RadixPrefixCache:
         self._pool = pool
         self._page_size = page_size
         self._page_bytes = page_size * _TOKEN_BYTES
-        self._root = Node(None, b"", [], 0)
+        self._roots: dict[bytes, Node] = {}
+        """By tenant, which is also a root's key. A root lives as long as something is below it or pinned."""
         self._leaves = LeafQueue()
         self._handles: dict[RadixHandle, None] = {}
         self._now = 0
@@ -58,11 +62,12 @@ class RadixPrefixCache:
         return self._num_evictable
 
     # ---- looking ------------------------------------------------------------------------------------------------
-    def match(self, token_ids: Sequence[int]) -> Match:
+    def match(self, token_ids: Sequence[int], tenant: bytes = b"") -> Match:
         # Most prompts that miss do so on their first page: those cost one page, not the whole prompt.
-        if self._encode(token_ids[: self._page_size]) not in self._root.children:
+        first, root = self._encode(token_ids[: self._page_size]), self._roots.get(tenant)
+        if root is None or first not in root.children:
             return Match(0, [])
-        node, inside = self._descend(self._root, self._encode(token_ids))
+        node, inside = self._descend(root, self._encode(token_ids))
         pages = _pages_to(node)
         if inside:
             del pages[len(pages) - len(node.pages) + inside :]
@@ -79,10 +84,11 @@ class RadixPrefixCache:
         return node, 0
 
     # ---- locking ------------------------------------------------------------------------------------------------
-    def lock(self, token_ids: Sequence[int], num_tokens: int) -> Handle:
+    def lock(self, token_ids: Sequence[int], num_tokens: int, tenant: bytes = b"") -> Handle:
         self._check_whole_pages(num_tokens)
         data = self._encode(token_ids[:num_tokens])
-        node, inside = self._descend(self._root, data)
+        root = self._roots.get(tenant) or Node(None, tenant, [], 0)
+        node, inside = self._descend(root, data)
         num_cached = sum(len(above.pages) for above in node.path()) * self._page_size
         if inside:
             num_cached -= (len(node.pages) - inside) * self._page_size
@@ -92,6 +98,7 @@ class RadixPrefixCache:
             )
         if inside:
             node = node.split(inside, self._page_bytes)
+        self._roots[tenant] = root
         return self._pin(node, num_tokens)
 
     def unlock(self, handle: Handle) -> None:
@@ -102,17 +109,17 @@ class RadixPrefixCache:
         node = self._end_of(handle)
         del self._handles[handle]
         handle.node = None
-        self._root.num_locks -= 1
+        node.root.num_locks -= 1
         for above in node.path():
             above.num_locks -= 1
             if not above.num_locks:
                 self._num_evictable += len(above.pages)
-        self._queue_if_evictable(node)
+        self._let_go(node)
 
     def _pin(self, node: Node, num_tokens: int) -> RadixHandle:
         self._now += 1
         self._leaves.discard(node)
-        self._root.num_locks += 1
+        node.root.num_locks += 1
         for above in node.path():
             if not above.num_locks:
                 self._num_evictable -= len(above.pages)
@@ -159,7 +166,7 @@ class RadixPrefixCache:
     def _grow(self, node: Node, start: Node, key: bytes, pages: list[PageId]) -> Node:
         """Add pages below `node`, locked by the caller's handle at `start` or about to be."""
         self._num_pages += len(pages)
-        if node is start and node is not self._root and node.num_locks == 1 and not node.children:
+        if node is start and node.parent is not None and node.num_locks == 1 and not node.children:
             # Pinned by the handle that is about to be replaced and by nobody else, so no one else's end moves. Thus a
             # request that inserts page after page makes one long node and not a long chain of short ones.
             node.key += key
@@ -195,10 +202,15 @@ class RadixPrefixCache:
         assert parent is not None, "the root is never queued"
         del parent.children[leaf.key[: self._page_bytes]]
         leaf.parent = None
-        self._queue_if_evictable(parent)
+        self._let_go(parent)
 
-    def _queue_if_evictable(self, node: Node) -> None:
-        if node is not self._root and not node.num_locks and not node.children and not node.ticket:
+    def _let_go(self, node: Node) -> None:
+        """Queue a node that nothing needs any more for eviction; a root goes at once."""
+        if node.num_locks or node.children or node.ticket:
+            return
+        if node.parent is None:
+            del self._roots[node.key]
+        else:
             self._leaves.add(node)
 
     def reset(self) -> int:
@@ -210,7 +222,7 @@ class RadixPrefixCache:
             if handle.num_tokens != len(_pages_to(end)) * self._page_size:
                 raise EngineError(f"a handle of {handle.num_tokens} tokens ends at {len(_pages_to(end))} pages")
         audit(
-            self._root,
+            self._roots,
             self._leaves,
             ends,
             self._pool,

@@ -13,7 +13,8 @@ from headwater.engine.pages import PageId
 
 
 class Node:
-    """A run of pages below one parent. `key` is their token ids, `page_bytes` of them to a page.
+    """A run of pages below one parent. `key` is their token ids, `page_bytes` of them to a page; a root holds no pages,
+    and its key is its tenant.
 
     Bytes, because then comparing a run is one memcmp, and one page of them is a dictionary key as it is.
     """
@@ -39,6 +40,14 @@ class Node:
         while node.parent is not None:
             yield node
             node = node.parent
+
+    @property
+    def root(self) -> Node:
+        """The root of its tree, which may be itself."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
 
     def common_bytes(self, data: bytes, start: int, page_bytes: int) -> int:
         """How much of `key`, in whole pages, `data` repeats from `start` on. O(length of the key)."""

@@ -15,8 +15,8 @@ from headwater.connector.tracker import Inputs
 from headwater.errors import HeadwaterError
 from headwater.kv.checkpoint import digest_checkpoint
 from headwater.kv.hashing import Extra
+from headwater.pool.tenants import tenant_of
 
-MAX_TENANT_BYTES = 1024
 _ADAPTER_CONFIGS = ("adapter_config.json",)
 
 
@@ -57,12 +57,7 @@ def request_inputs(request: Any, adapters: Adapters) -> Inputs | None:
         extras.append(Extra(f"mm.{feature.modality}"[:64], digest, position.offset, position.length))
     if request.prompt_embeds is not None:
         extras.append(Extra("embeds", _embeds_digest(request), 0, request.num_prompt_tokens))
-    return Inputs(_tenant(request.cache_salt), adapter, tuple(extras))
-
-
-def _tenant(salt: str | None) -> bytes:
-    tenant = (salt or "").encode("utf-8", "surrogatepass")
-    return tenant if len(tenant) <= MAX_TENANT_BYTES else b"sha256:" + hashlib.sha256(tenant).digest()
+    return Inputs(tenant_of(request.cache_salt), adapter, tuple(extras))
 
 
 def _adapter_digest(path: Path) -> bytes:
