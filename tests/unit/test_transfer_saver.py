@@ -46,15 +46,15 @@ class Rank:
         self.saver = Saver(space, view, self.shard, staging_bytes=staging, deadline_s=5.0, group_bytes=1)
         self._blocks = np.arange(num_blocks, dtype=np.int32)
 
-    def save(self, chunks: list[ChunkRef], *, by_layer: bool) -> None:
+    def save(self, chunks: list[ChunkRef], *, by_layer: bool, name: str = "r") -> None:
         """Save, in one go or while the layers are computed. Nothing leaves the staging meanwhile."""
         with held_up(self._space, "reserve"), held_up(self._space, "write"):
             if by_layer:
-                self.saver.begin("r", chunks, self._blocks)
+                self.saver.begin(name, chunks, self._blocks)
                 for layer in range(SPEC.num_layers):
                     self.saver.layer_done(layer)
             else:
-                self.saver.save("r", chunks, self._blocks)
+                self.saver.save(name, chunks, self._blocks)
 
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
@@ -119,6 +119,61 @@ def test_a_repeated_abort_that_meets_the_next_try_is_told_of(
             assert all(space.exists(chunks[:3]))
         finally:
             behind.saver.close()
+            ahead.saver.close()
+
+
+def test_the_first_abort_of_a_slow_rank_comes_before_the_next_try_is_ordered(tmp_path: Path) -> None:
+    """A rank drops a chunk while its sender is busy. If it told so at once, its peer would find its own part of the
+    next try in the extent that is about to be aborted, and the next try would never be complete."""
+    with temporary_url("shm", tmp_path, "capacity=4MiB") as url, open_pool(url, group=7) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks = space.keys(range(3 * CHUNK)).chunks()
+        slow, ahead = Rank(space, 0, slots=2), Rank(space, 1, slots=CHUNKS)
+        try:
+            ahead.save(chunks, by_layer=False)
+            assert ahead.saver.drain(10)
+            with held_up(slow.saver._sender._storer, "copy"):
+                slow.save(chunks, by_layer=False)
+                assert slow.saver.num_dropped == 1
+                for _ in slow.saver.take_unsaved():
+                    ahead.save(chunks[2:], by_layer=False)
+                    assert ahead.saver.drain(10)
+            assert slow.saver.drain(10)
+            for _ in slow.saver.take_unsaved():
+                ahead.save(chunks[2:], by_layer=False)
+            slow.save(chunks[2:], by_layer=False)
+            assert ahead.saver.drain(10)
+            assert slow.saver.drain(10)
+            assert all(space.exists(chunks)), "each rank takes its part for stored"
+            assert slow.saver.take_unsaved() == ahead.saver.take_unsaved() == []
+        finally:
+            slow.saver.close()
+            ahead.saver.close()
+
+
+def test_an_abort_that_meets_another_request_with_the_same_chunk_is_told_of(tmp_path: Path) -> None:
+    """The peer has met its own part of the chunk in an extent that is aborted for the first request a moment later."""
+    with temporary_url("shm", tmp_path, "capacity=4MiB") as url, open_pool(url, group=7) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks = space.keys(range(3 * CHUNK)).chunks()
+        slow, ahead = Rank(space, 0, slots=2), Rank(space, 1, slots=CHUNKS)
+        try:
+            for name in ("r", "another"):
+                ahead.save(chunks, by_layer=False, name=name)
+                assert ahead.saver.drain(10)
+            slow.save(chunks, by_layer=False)
+            assert slow.saver.drain(10)
+            assert slow.saver.take_unsaved() == [("r", 2 * CHUNK)]
+            slow.save(chunks[2:], by_layer=False, name="another")
+            assert slow.saver.drain(10)
+            assert slow.saver.take_unsaved() == [("another", 2 * CHUNK)], "both ranks take their part for stored"
+            for rank in (ahead, slow):
+                rank.save(chunks[2:], by_layer=False, name="another")
+                assert rank.saver.drain(10)
+                assert rank.saver.take_unsaved() == []
+            assert all(space.exists(chunks))
+        finally:
+            slow.saver.close()
             ahead.saver.close()
 
 

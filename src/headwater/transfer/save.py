@@ -140,8 +140,7 @@ class Saver:
     def _drop(self, chunks: Sequence[ChunkRef], names: Sequence[str]) -> None:
         """There is no room: tell this server's other ranks that these chunks will not be complete."""
         self._num_full += len(chunks)
-        self._sender.unsaved.add([(name, chunk.first_token) for name, chunk in zip(names, chunks, strict=True)])
-        self._sender.tell(Abort(chunks))
+        self._sender.tell(Abort(list(zip(names, chunks, strict=True))))
 
     # ---- layer by layer -----------------------------------------------------------------------------------------
     def begin(self, name: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:

@@ -162,7 +162,10 @@ class Sender:
         elif isinstance(item, Resume):
             self._aborts.resume(item.chunks)
         else:
-            self._abort(item.chunks)
+            try:
+                self._abort(item.tries)
+            finally:  # not before: the next try must not meet the abort of this one
+                self.unsaved.add([(name, chunk.first_token) for name, chunk in item.tries])
 
     def _open(self, item: Open) -> None:
         """Not at once: whoever launches a step has no lead over the device yet, and would share the interpreter."""
@@ -183,9 +186,8 @@ class Sender:
     def _resume(self, job: SaveJob) -> None:
         """A job is saved now: what was aborted before is aborted no more."""
         self._aborts.resume(job.chunks)
-        if taken := self._aborts.take_repeated(job.chunks):
-            named = zip(job.names, job.chunks, strict=True)
-            self.unsaved.add([(name, chunk.first_token) for name, chunk in named if chunk.key in taken])
+        if removed := self._aborts.take_removed(zip(job.names, job.chunks, strict=True)):
+            self.unsaved.add([(name, chunk.first_token) for name, chunk in removed])
 
     def _reserve(self, job: SaveJob, spans: range) -> bool:
         """Find out where some chunks go; False where the store's memory cannot be reached in place.
@@ -382,18 +384,19 @@ class Sender:
                 if (target := job.targets.pop(span, None)) is not None:
                     self._filling.discard(job.chunks[span].key)
                     target.extent.abort()
-            self._abort([job.chunks[span] for span in lost])
+            self._abort([(job.names[span], job.chunks[span]) for span in lost])
         finally:
             self._end_parts(job, lost, PartState.ABORTED)
 
-    def _abort(self, chunks: Sequence[ChunkRef]) -> None:
+    def _abort(self, tries: Sequence[tuple[str, ChunkRef]]) -> None:
         """Abort chunks of which nothing more comes, but not those that another job is filling."""
-        self._aborts.abort([chunk for chunk in chunks if chunk.key not in self._filling])
+        self._aborts.abort([(name, chunk) for name, chunk in tries if chunk.key not in self._filling])
 
     def _refuse(self, job: SaveJob, refused: Sequence[tuple[int, Status]], *, has_begun: bool) -> None:
         """Note chunks that this rank does not save, and abort those that nobody else will."""
         self.statuses.update([status for _, status in refused])
-        self._aborts.abort_failed([(job.chunks[span], status) for span, status in refused], has_begun=has_begun)
+        outcome = [(job.names[span], job.chunks[span], status) for span, status in refused]
+        self._aborts.abort_failed(outcome, has_begun=has_begun)
         for span, status in refused:
             self._end_parts(job, [span], PartState.ABORTED if status.failed else PartState.SKIPPED)
 
