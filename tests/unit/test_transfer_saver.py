@@ -15,11 +15,12 @@ import pytest
 pytest.importorskip("torch", reason="the transfer needs torch")
 
 from headwater.errors import StoreError
+from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
-from headwater.kv.topology import Topology, whole_shard
+from headwater.kv.topology import WHOLE, Topology, whole_shard
 from headwater.pool import Space, open_pool
-from headwater.stores.base import Status
+from headwater.stores.base import Filled, Status
 from headwater.transfer import aborts
 from headwater.transfer import save as saving
 from headwater.transfer.save import Saver
@@ -257,6 +258,38 @@ def test_a_commit_that_raises_leaves_nothing_pending(monkeypatch: pytest.MonkeyP
                 assert saver.drain(10)
             assert saver.take_unsaved() == [("r", 0)]
             assert pool.stats().store.pending_bytes == 0
+        finally:
+            saver.close()
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "stores it"])
+def test_a_chunk_that_another_fills_is_watched_until_it_is_there(fails: bool) -> None:
+    """A save skips chunks that somebody else is filling. If that comes to nothing, the chain is broken, and the one who
+    skipped them must be told to save them after all."""
+    with open_pool("memory://?capacity=8MiB") as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks, whole = space.keys(range(2 * CHUNK)).chunks(), whole_shard(SPEC)
+        saver = one_rank(space)
+        try:
+            (other,) = pool._store.reserve(space.root(), chunks[:1], WHOLE, exclusive=True)  # type: ignore[attr-defined]
+            saver.save("r", chunks, BLOCKS)
+            assert saver.drain(10)
+            assert saver.statuses == {Status.BUSY: 1, Status.OK: 1}
+            assert saver.take_unsaved() == []
+            if fails:
+                other.abort()
+                told = list[tuple[str, int]]()
+                wait_until(lambda: bool(told.extend(saver.take_unsaved()) or told), 10, "the saver says so")
+                assert told == [("r", 0)]
+                saver.save("r", chunks, BLOCKS)
+                assert saver.drain(10)
+            else:
+                sums = [checksum(tile) for layer in other.tiles for tile in layer]
+                assert space.commit([Filled(other, whole.layers, whole.heads, 0, sums)]) == [Status.OK]
+                other.close()
+                wait_until(lambda: not saver.num_watched, 10, "the saver has seen that the chunk is there")
+                assert saver.take_unsaved() == []
+            assert all(space.exists(chunks))
         finally:
             saver.close()
 

@@ -198,6 +198,9 @@ class Store(Protocol):
     def exists(self, root: RootRef, chunks: Sequence[ChunkRef], *, anywhere: bool = False) -> list[bool]:
         """Whether each chunk is complete where chunks are written; with `anywhere`, in any tier."""
 
+    def being_filled(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether somebody who is alive has begun each chunk where chunks are written, and not completed it."""
+
     def ages(self, keys: Sequence[bytes]) -> list[int]:
         """When each chunk was last used, in nanoseconds since the epoch; 0 for one that is not known."""
 

@@ -87,6 +87,11 @@ class Saver:
         """Bytes that this rank has put into the pool."""
         return self._sender.num_bytes
 
+    @property
+    def num_watched(self) -> int:
+        """Chunks that somebody else is filling; if they do not come, they are reported as unsaved."""
+        return len(self._sender.watched)
+
     def take_unsaved(self) -> list[tuple[str, int]]:
         """Requests with chunks that were not saved since the last call, and the first token of the first of those."""
         return self._sender.unsaved.take()

@@ -43,6 +43,7 @@ from headwater.transfer.states import PartState
 from headwater.transfer.streams import enter_thread
 from headwater.transfer.unsaved import Unsaved
 from headwater.transfer.view import PagedView
+from headwater.transfer.watched import WatchedChunks
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Sender:
         self._deadline_s = deadline_s
         self._in_place = space.mapped and shard.split.parts == 1
         self._aborts = Aborts(space, shard)
+        self.watched = WatchedChunks(space)
         self._storer = make_storer(mover, space, view, shard)
         self._in_flight: deque[Batch] = deque()
         self._filling: set[bytes] = set()
@@ -128,9 +130,10 @@ class Sender:
         while True:
             has_batch = self._in_flight and self._queue.empty()
             try:
-                item = None if has_batch else self._queue.get(timeout=self._aborts.wait_s)
+                item = None if has_batch else self._queue.get(timeout=self._wait_s)
             except queue.Empty:
                 self._aborts.retry()
+                self._look_at_watched()
                 continue
             if item is None and not has_batch:
                 self._aborts.retry()
@@ -138,6 +141,7 @@ class Sender:
             try:
                 self._finish() if item is None else self._handle(item)
                 self._aborts.retry_if_due()
+                self._look_at_watched()
             except Exception:
                 log.exception("a save failed")
             finally:
@@ -147,6 +151,15 @@ class Sender:
                         self._settled.notify_all()
         self._finish_all()
         self._storer.synchronize()  # the device may still read memory that is about to be unregistered
+
+    @property
+    def _wait_s(self) -> float | None:
+        waits = [wait_s for wait_s in (self._aborts.wait_s, self.watched.wait_s) if wait_s is not None]
+        return min(waits, default=None)
+
+    def _look_at_watched(self) -> None:
+        if lost := self.watched.take_lost():
+            self.unsaved.add([(name, chunk.first_token) for name, chunk in lost])
 
     def _handle(self, item: Item) -> None:
         if isinstance(item, Gathered):
@@ -397,6 +410,7 @@ class Sender:
         self.statuses.update([status for _, status in refused])
         outcome = [(job.names[span], job.chunks[span], status) for span, status in refused]
         self._aborts.abort_failed(outcome, has_begun=has_begun)
+        self.watched.add([(name, chunk) for name, chunk, status in outcome if status == Status.BUSY])
         for span, status in refused:
             self._end_parts(job, [span], PartState.ABORTED if status.failed else PartState.SKIPPED)
 

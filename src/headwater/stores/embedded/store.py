@@ -259,6 +259,12 @@ class EmbeddedStore:
         with self._open() as core, contextlib.suppress(DeadlineError, StoreDamagedError):
             core.transact(work, self._deadline(None))
 
+    def being_filled(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `stores.base.Store.being_filled`."""
+        with self._open() as core:
+            found = [core.index.find(key) for key in keys]
+            return [e is not None and e.state == PENDING and not core.janitor.expired(e) for e in found]
+
     def progress(self, key: bytes) -> int | None:
         """Of a pending chunk: when its writers last committed something; None where none is pending."""
         with self._open() as core:

@@ -136,6 +136,10 @@ class TieredStore:
                     found[i] = there
         return found
 
+    def being_filled(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `stores.base.Store.being_filled`."""
+        return self._front.being_filled(keys)
+
     def ages(self, keys: Sequence[bytes]) -> list[int]:
         """See `stores.base.Store.ages`."""
         return self._front.ages(keys)
