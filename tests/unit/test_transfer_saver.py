@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +328,102 @@ def test_a_pool_that_is_closed_under_a_save_does_not_end_the_process(tmp_path: P
         ended = subprocess.run(command, env=env, text=True, capture_output=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "survived" in ended.stdout
+
+
+MOMENTS = [
+    ("space", "reserve"),
+    ("space", "places"),
+    ("space", "noted"),
+    ("space", "commit_shard"),
+    ("space", "close_all"),
+    ("storer", "copy"),
+    ("storer", "take_sums"),
+    ("file", "write"),
+]
+
+
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("whose", "method"), MOMENTS, ids=[method for _, method in MOMENTS])
+def test_a_pool_that_is_closed_under_a_save_leaves_nothing_behind(
+    whose: str,
+    method: str,
+    when: str,
+    by_layer: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Closed by another thread at any moment of the sender's work, while a second pool has the same store open: what
+    was reserved is given up, and what was published is retracted."""
+    raised = list[Any]()
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    scheme = "file" if whose == "file" else "shm"
+    with temporary_url(scheme, tmp_path, "capacity=8MiB") as url, open_pool(url) as other, open_pool(url) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks = space.keys(range(2 * CHUNK)).chunks()
+        saver = one_rank(space, group_bytes=1)
+        owner = saver._sender._storer if whose == "storer" else space
+        plain, calls = getattr(owner, method), list[str]()
+
+        def closing(*args: Any, **options: Any) -> Any:
+            calls.append(method)
+            if when == "before":
+                pool.close()
+            outcome = plain(*args, **options)
+            pool.close()
+            return outcome
+
+        monkeypatch.setattr(owner, method, closing)
+        try:
+            if by_layer:
+                saver.begin("r", chunks, BLOCKS)
+                for layer in range(SPEC.num_layers):
+                    saver.layer_done(layer)
+            else:
+                saver.save("r", chunks, BLOCKS)
+            assert saver.drain(30)
+        finally:
+            saver.close()
+        assert calls
+        assert not raised
+        assert [record.message for record in caplog.records if record.exc_info] == []
+        assert saver.ring.num_free == saver.ring.count
+        there = other.space(identity(), SPEC, chunk_tokens=CHUNK).exists(chunks)
+        assert saver.take_unsaved() == ([] if all(there) else [("r", chunks[there.index(False)].first_token)])
+        assert other.stats().store.pending_bytes == 0
+        assert other._store._core.members.published() == set()  # type: ignore[attr-defined]
+        assert other.verify().clean
+
+
+@pytest.mark.parametrize("method", ["reserve", "commit_shard"])
+def test_what_the_last_pool_of_a_process_had_reserved_when_it_was_closed_is_free_for_the_next(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with temporary_url("shm", tmp_path, "capacity=8MiB") as url:
+        pool = open_pool(url)
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks, saver, plain = space.keys(range(2 * CHUNK)).chunks(), one_rank(space), getattr(space, method)
+
+        def closing(*args: Any, **options: Any) -> Any:
+            if method == "commit_shard":
+                pool.close()
+            outcome = plain(*args, **options)
+            pool.close()
+            return outcome
+
+        monkeypatch.setattr(space, method, closing)
+        saver.save("r", chunks, BLOCKS)
+        assert saver.drain(30)
+        saver.close()
+        assert saver.take_unsaved() == [("r", 0)]
+        with open_pool(url) as again:
+            space = again.space(identity(), SPEC, chunk_tokens=CHUNK)
+            saver = one_rank(space)
+            saver.save("r", chunks, BLOCKS)
+            assert saver.drain(30)
+            saver.close()
+            assert saver.statuses == {Status.OK: 2}
+            assert all(space.exists(chunks))
+            assert again.stats().store.pending_bytes == 0
+            assert again.verify().clean

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from headwater.errors import EngineError
+from headwater.errors import EngineError, StoreClosedError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
@@ -142,8 +142,8 @@ class Sender:
                 self._finish() if item is None else self._handle(item)
                 self._aborts.retry_if_due()
                 self._look_at_watched()
-            except Exception:
-                log.exception("a save failed")
+            except Exception as error:
+                _log_failure("a save failed", error)
             finally:
                 with self._settled:
                     self._num_items -= item is not None
@@ -187,8 +187,8 @@ class Sender:
         while self._in_flight and not item.first_layer.query():
             try:
                 self._finish()
-            except Exception:
-                log.exception("the end of a save failed")
+            except Exception as error:
+                _log_failure("the end of a save failed", error)
         try:
             item.first_layer.synchronize()
             job.in_place = self._in_place and self._reserve(job, range(len(job.chunks)))
@@ -337,8 +337,8 @@ class Sender:
         batch.copied.synchronize()
         try:
             self._storer.take_sums(batch.work, batch.spans)
-        except Exception:
-            log.exception("the checksums of a save failed; its chunks are aborted")
+        except Exception as error:
+            _log_failure("the checksums of a save failed; its chunks are aborted", error)
             self._storer.synchronize()  # what was launched may still read the ring
             self._abort_parts(batch.work.job, batch.spans)
         self._ring.give_back(batch.num_bytes)
@@ -365,8 +365,8 @@ class Sender:
                     self._refuse(job, lost, has_begun=True)
                 tokens = sum([job.chunks[span].num_tokens for span in good])
                 self.num_bytes += owned.num_tiles * tokens * self._space.spec.row_bytes
-        except Exception:
-            log.exception("a commit failed; its chunks are aborted")
+        except Exception as error:
+            _log_failure("a commit failed; its chunks are aborted", error)
             lost_spans = [span for span in filled if span not in known]
             for span in reversed(lost_spans):
                 extents[span].abort()
@@ -453,6 +453,11 @@ class Sender:
             self.statuses.update([status for status in outcome if status.stored])
             self._end_parts(job, numbers, PartState.STORED)
             self.timings.append(time.monotonic() - job.taken_s)
+
+
+def _log_failure(what: str, error: Exception) -> None:
+    """With a traceback, unless the pool was closed under a save: whoever closed it knows why."""
+    log.warning("%s: %s", what, error, exc_info=None if isinstance(error, StoreClosedError) else error)
 
 
 def _first_full(extents: Sequence[Reservation]) -> int | None:

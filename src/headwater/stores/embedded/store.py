@@ -195,7 +195,8 @@ class EmbeddedStore:
             return self._admin.pin(key, pinned, self._deadline(None))
 
     def abandon(self, keys: Sequence[bytes]) -> int:
-        with self._open():
+        # Also through a handle that was closed: another one keeps the group alive, and so whatever this one has begun.
+        with self._core.use():
             return self._admin.abandon(keys, self._deadline(None))
 
     def remove(self, root: RootRef, keys: Sequence[bytes]) -> list[Status]:
