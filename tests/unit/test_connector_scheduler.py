@@ -511,6 +511,7 @@ class FakeFetch:
     num_kept: int = 0
     is_done: bool = False
     is_released: bool = False
+    seconds: float = 0.0
 
     def release(self) -> None:
         assert not self.is_released, "released twice"

@@ -60,7 +60,8 @@ class SchedulerSide:
         self._dummy_block = dummy_block
         self._listener: Listener = listener or NoListener()
         self._log = log or logging.getLogger(__name__)
-        self._finder = Finder(space.lookup_s, config)
+        self.counts = SchedulerCounts()
+        self._finder = Finder(space.lookup_s, config, self.counts.fetch_times.add)
         self._tracked: dict[str, Tracked] = {}
         self._before: list[SaveOrder] = []
         self._loads: list[LoadOrder] = []
@@ -74,7 +75,6 @@ class SchedulerSide:
         self._lost = LostChunks(self._log)
         self._last_saves: dict[str, tuple[SaveProgress, int]] = {}
         """By request that is over: how far it is saved, if nothing is dropped any more."""
-        self.counts = SchedulerCounts()
 
     # ---- requests -----------------------------------------------------------------------------------------------
     def add(

@@ -161,6 +161,10 @@ class Fetch(Protocol):
         """Chunks, counted from the first one asked for, that are in the first tier now and cannot be evicted before
         `release`. What is missing when the fetch is done could not be kept there: a load reads it from further down."""
 
+    @property
+    def seconds(self) -> float:
+        """How long it took, or has taken until now; 0 where nothing could be brought."""
+
     def wait(self, deadline: float) -> bool:
         """Wait until it is done, by `time.monotonic() == deadline` at the latest."""
 

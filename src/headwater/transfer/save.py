@@ -97,7 +97,7 @@ class Saver:
         return self._sender.unsaved.take()
 
     def take_timings(self) -> list[float]:
-        """Seconds from taken to visible of the jobs that were stored since the last call."""
+        """Seconds from taken to stored, of the batches of chunks that were stored since the last call."""
         timings = self._sender.timings
         return [timings.popleft() for _ in range(len(timings))]
 

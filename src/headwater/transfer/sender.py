@@ -83,7 +83,7 @@ class Sender:
         self.num_bytes = 0
         self.unsaved = Unsaved()
         self.timings: deque[float] = deque(maxlen=_MAX_TIMINGS)
-        """Seconds from taken to visible, one for each job that was stored."""
+        """Seconds from taken to stored, one for each batch of chunks of which something was."""
         self._thread = threading.Thread(target=self._run, name="headwater-sender", daemon=True)
         self._thread.start()
 
@@ -348,6 +348,7 @@ class Sender:
     def _commit(self, job: SaveJob, spans: range) -> None:
         filled = [span for span in spans if span in job.targets]
         extents, known = {span: job.targets.pop(span).extent for span in filled}, set[int]()
+        num_stored = 0
         try:
             assert job.sums is not None
             for owned, layers, group in job.by_owned(filled, self._shard):
@@ -358,6 +359,7 @@ class Sender:
                 lost = [(span, s) for span, s in zip(group, outcome, strict=True) if s is not Status.OK]
                 if good:
                     self.statuses[Status.OK] += len(good)
+                    num_stored += len(good)
                 self._end_parts(job, good, PartState.STORED)
                 for span, _ in lost:
                     extents[span].abort()
@@ -374,7 +376,8 @@ class Sender:
         finally:
             self._space.close_all(list(extents.values()))
             self._filling.difference_update([job.chunks[span].key for span in filled])
-            self.timings.append(time.monotonic() - job.taken_s)
+            if num_stored:
+                self.timings.append(time.monotonic() - job.taken_s)
 
     # ---- aborting -----------------------------------------------------------------------------------------------
     def _cut(self, job: SaveJob, num_kept: int) -> None:
@@ -452,7 +455,8 @@ class Sender:
         ):  # a chunk is counted once: where it fails, or with its last layers
             self.statuses.update([status for status in outcome if status.stored])
             self._end_parts(job, numbers, PartState.STORED)
-            self.timings.append(time.monotonic() - job.taken_s)
+            if Status.OK in outcome:
+                self.timings.append(time.monotonic() - job.taken_s)
 
 
 def _log_failure(what: str, error: Exception) -> None:

@@ -89,6 +89,7 @@ class TierFetch:
         self._from: dict[bytes, LowerTier] = {}
         self._lock = threading.Lock()
         self._is_released = False
+        self._started_s = self._ended_s = time.monotonic()
         self._done = threading.Event()
 
     # ---- for whoever asked --------------------------------------------------------------------------------------
@@ -101,6 +102,11 @@ class TierFetch:
     def num_kept(self) -> int:
         """See `stores.base.Fetch`."""
         return self._num_kept
+
+    @property
+    def seconds(self) -> float:
+        """See `stores.base.Fetch`."""
+        return (self._ended_s if self.is_done else time.monotonic()) - self._started_s
 
     def wait(self, deadline: float) -> bool:
         """See `stores.base.Fetch`."""
@@ -139,6 +145,7 @@ class TierFetch:
         except Exception:
             log.exception("a fetch failed; the rest is read from further down")
         finally:
+            self._ended_s = time.monotonic()
             self._done.set()
 
     def end(self) -> None:
