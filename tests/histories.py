@@ -36,6 +36,7 @@ class HistoryFetch:
         self._chunks = chunks
         self._num_questions = space.rng.randrange(6)
         self.num_kept = 0
+        self.seconds = 0.5
 
     @property
     def is_done(self) -> bool:

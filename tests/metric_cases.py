@@ -9,18 +9,26 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from headwater.connector.metrics import Metric
-from headwater.connector.stats import LOAD_BUCKETS_S, Durations, TransferStats
+from headwater.connector.stats import TRANSFER_BUCKETS_S, Distribution, Durations, TransferStats
 from headwater.stores.stats import StoreStats, TierStats
 
-_times = Durations(LOAD_BUCKETS_S)
-for _seconds in (0.002, 0.3):
-    _times.add(_seconds)
+TIMES = {"load_times": [0.002, 0.3], "save_times": [0.02, 0.04, 0.06], "fetch_times": [0.5]}
+"""Seconds one by one, as an engine's processes report them."""
+
+
+def _spread(field: str) -> Distribution:
+    durations = Durations(TRANSFER_BUCKETS_S)
+    for seconds in TIMES[field]:
+        durations.add(seconds)
+    return durations.total
+
 
 TRANSFER = TransferStats(
     loaded_bytes=101,
     saved_bytes=102,
     load_seconds=103.5,
-    load_times=_times.total,
+    load_times=_spread("load_times"),
+    save_times=_spread("save_times"),
     num_dropped=104,
     num_damaged=105,
     step_seconds=106.5,
@@ -30,6 +38,7 @@ TRANSFER = TransferStats(
     num_loaded_tokens=110,
     num_failed_loads=111,
     wait_seconds=112.5,
+    fetch_times=_spread("fetch_times"),
 )
 NEAR = TierStats(
     "shm:///near",

@@ -216,8 +216,8 @@ def check_layer_damage(url: str, device: str, layer: int) -> None:
 
 
 @contextmanager
-def held_up(space: Space, name: str) -> Iterator[threading.Event]:
-    """A method of the space that does not return before the event is set."""
+def held_up(space: object, name: str) -> Iterator[threading.Event]:
+    """A method of the space (or of something else) that does not return before the event is set."""
     go, plain = threading.Event(), getattr(space, name)
 
     def late(*args: Any, **options: Any) -> Any:

@@ -190,6 +190,17 @@ def reserve_then_stop(url: str) -> None:
     hear()
 
 
+def reserve_alone_then_wait(url: str, group: str) -> None:
+    """Reserve a prompt's chunks as a fetch does, and hang."""
+    from headwater.kv.topology import WHOLE
+
+    space = open_space(url, int(group))
+    chunks = space.keys(prompt(1)).chunks()
+    tickets = space._store.reserve(space.root(), chunks, WHOLE, exclusive=True)  # type: ignore[attr-defined]
+    say(" ".join(ticket.status.name for ticket in tickets))
+    hear()
+
+
 def stop_inside_transaction(url: str) -> None:
     """Take the write lock and stop while holding it."""
     space = open_space(url)

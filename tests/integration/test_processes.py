@@ -290,3 +290,32 @@ def test_a_forked_child_is_a_member_of_its_own(tmp_path: Path) -> None:
         assert space.read(space.keys(prompt(2)).chunks(), SHARD, buffers) == [Status.OK] * len(buffers)
         assert space._store.verify().clean
         space._store.close()
+
+
+def test_a_fetch_of_a_killed_process_does_not_hold_up_its_own_server(tmp_path: Path) -> None:
+    """Its group lives on, in other processes: nobody but the dead one could have filled what it reserved."""
+    group = 77
+    with temporary_url("shm", tmp_path, "capacity=4MiB") as url, open_pool(url, group=group) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks = space.keys(prompt(1)).chunks()
+        with Child("reserve_alone_then_wait", url, group) as child:
+            child.expect(" ".join(["OK"] * len(chunks)))
+            assert {extent.status for extent in space.reserve(chunks, SHARD)} == {Status.BUSY}, "while it lives"
+            child.kill()
+            assert write(space, 1) == [Status.OK] * len(chunks)
+        assert all(space.exists(chunks))
+        assert pool.stats().store.pending_bytes == 0
+        assert pool.verify().clean
+
+
+def test_what_a_killed_fetch_has_reserved_is_swept(tmp_path: Path) -> None:
+    with temporary_url("shm", tmp_path, "capacity=4MiB") as url, open_pool(url, group=77) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        with Child("reserve_alone_then_wait", url, 77) as child:
+            child.expect(" ".join(["OK"] * len(space.keys(prompt(1)).chunks())))
+            core = pool._store._core  # type: ignore[attr-defined]
+            assert core.transact(core.janitor.sweep, time.monotonic() + 30) == 0
+            assert pool.stats().store.pending_bytes > 0
+        assert core.transact(core.janitor.sweep, time.monotonic() + 30) > 0
+        assert pool.stats().store.pending_bytes == 0
+        assert pool.verify().clean

@@ -232,9 +232,26 @@ def test_damage_that_a_fetch_brought_up_is_not_copied_down_to_another_tier(redis
         assert redis.exists(space.root(), [chunk]) == [False]
         assert redis.verify().damaged == 0
         assert not space.exists([chunk])[0], "the copier has seen that it is damaged"
-        assert front.stats().damaged == 1
-        assert read(space, range(8)) == [Status.DAMAGED], "the copy in the file"
+        assert not files.exists(space.root(), [chunk])[0], "and where it came from"
+        assert [store.stats().damaged for store in (front, files)] == [1, 1]
         assert pool.verify().clean
+        pool.clear()
+
+
+def test_a_lent_copy_that_is_found_damaged_is_looked_for_below(redis_url: str, tmp_path: Path) -> None:
+    """A load layer by layer reads no lower tier: the copy there would be fetched again, and fail again, for ever."""
+    with pool_of("shm", tmp_path, f"file://{tmp_path}/below?capacity=4MiB,{redis_url}?prefix=lent&lookup=5") as pool:
+        store, space = pool._store, open_space(pool)
+        front, (files, redis) = store._front, [tier.store for tier in store._tiers]  # type: ignore[attr-defined]
+        write(space, range(8))
+        (chunk,) = space.keys(range(8)).chunks()
+        assert pool.flush(20)
+        flip_in(front, chunk)
+        flip_in(files, chunk)
+        assert space.judge(chunk, WHOLE) == Status.DAMAGED
+        wait_until(lambda: files.stats().damaged == 1, 20, "the copy in the file is removed")
+        assert redis.exists(space.root(), [chunk]) == [True], "that one is right"
+        assert read(space, range(8)) == [Status.OK]
         pool.clear()
 
 

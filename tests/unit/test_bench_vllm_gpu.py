@@ -149,6 +149,22 @@ def test_every_figure_is_computed_from_its_record() -> None:
     assert report["bars"]["gpu_tokens_equal"]["verdict"] == "missed"
 
 
+@pytest.mark.parametrize(("cost", "verdicts"), [(1.05, ["met", "missed"]), (1.2, ["missed"] * 2), (1.02, ["met"] * 2)])
+def test_costs_over_plain_vllm_have_bars(cost: float, verdicts: list[str]) -> None:
+    seconds = {"headwater": [cost] * 9, "plain": [1.0] * 9, "again": [1.0] * 9}
+    report = figures.report(
+        [
+            RUN,
+            measured("local", "plain", tokens=8192, cold=seconds, local=seconds),
+            measured("throughput", "plain", seconds=seconds),
+        ]
+    )
+    bars = [report["bars"][name] for name in ("gpu_local_cost", "gpu_throughput_cost")]
+    assert bars == [
+        {"limit": limit, "noise": 0.0, "verdict": verdict} for limit, verdict in zip((1.1, 1.03), verdicts, strict=True)
+    ]
+
+
 def test_a_record_that_cannot_be_used_costs_no_other_figure() -> None:
     good = hits("offloading", 8192, {"headwater": 0.5, "offloading": 1.0, "again": 0.5, "bus": 0.1})
     report = figures.report([RUN, measured("throughput", "plain", seconds={"plain": [1.0]}), good])

@@ -440,6 +440,24 @@ def test_chunks_are_dropped_at_most_so_often(space: Space, caplog: pytest.LogCap
     assert "capacity" in record.getMessage()
 
 
+@pytest.mark.parametrize("save_decoded", [True, False])
+def test_what_was_left_out_on_purpose_is_not_counted_as_lost(
+    save_decoded: bool, space: Space, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tails that are too short to be worth loading, and answers where only prompts are saved."""
+    engine = Engine(space, settings={"save_decoded": save_decoded, "min_load_tokens": 8})
+    a = engine.add("a", 36)  # two chunks and a tail of four tokens
+    engine.start(a)
+    engine.step((a, 36))
+    for _ in range(8 * RETRY_STEPS):
+        engine.side.hear(StepReport(unsaved={"a": 16}))
+        engine.step((a, 1))
+    assert a.num_computed == 68  # four chunks, and a tail of three: the last token is not known
+    engine.side.finish("a", a.num_computed, a.blocks)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{3 if save_decoded else 1} chunks of KV were computed and not saved")
+
+
 def test_what_is_lost_at_the_end_is_told_once_a_minute(
     space: Space, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,6 +511,7 @@ class FakeFetch:
     num_kept: int = 0
     is_done: bool = False
     is_released: bool = False
+    seconds: float = 0.0
 
     def release(self) -> None:
         assert not self.is_released, "released twice"

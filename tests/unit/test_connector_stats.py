@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from hypothesis import strategies as st
 
 from headwater.connector.clock import ThreadClock
 from headwater.connector.config import ConnectorConfig
+from headwater.connector.fetches import Fetches
 from headwater.connector.orders import Job, LoadOrder, SaveOrder, StepOrders
 from headwater.connector.stats import MAX_RECENT, Durations, SchedulerCounts, TransferStats
 from headwater.connector.worker import WorkerSide
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import open_pool
 
-from support import gqa, identity, wait_until
+from support import gqa, identity, local_tiles, wait_until
 from transfer_cases import ORDERS, cache_view
 
 
@@ -105,7 +107,7 @@ def burn(seconds: float, done: threading.Event, leave: threading.Event) -> None:
     leave.wait(60)
 
 
-def test_a_rank_counts_its_loads() -> None:
+def test_a_rank_counts_its_loads_and_saves() -> None:
     """A real pool and a real cache: what was saved is loaded into other blocks, and both are in the figures."""
     spec = gqa()
     shard = whole_shard(spec)
@@ -118,15 +120,51 @@ def test_a_rank_counts_its_loads() -> None:
             save = SaveOrder(Job.of("a", chunks, np.arange(8, dtype=np.int32)))
             side.start_step(StepOrders(before=(save,)))
             assert side.drain(10)
-            assert side.take_load_times() == []
+            saved = side.stats().save_times
+            times = side.take_times()
+            assert times["load_times"] == []
+            assert sum(saved.counts) == len(times["save_times"]) > 0
+            assert saved.sum == pytest.approx(sum(times["save_times"]))
+            side.start_step(StepOrders(before=(save,)))  # the pool has them: nothing is stored
+            assert side.drain(10)
+            assert side.take_times()["save_times"] == []
             load = LoadOrder(Job.of("b", chunks, np.arange(8, 16, dtype=np.int32)))
             side.start_loads(StepOrders(loads=(load,)))
             wait_until(lambda: bool(side.take_report().ended), 10, "the load ends")
             stats = side.stats()
             assert stats.saved_bytes == stats.loaded_bytes == sum(spec.extent_bytes(c.num_tokens) for c in chunks)
-            (seconds,) = side.take_load_times()
+            (seconds,) = side.take_times()["load_times"]
             assert sum(stats.load_times.counts) == 1
             assert stats.load_times.sum == seconds >= stats.load_seconds > 0
             assert stats.step_seconds > 0
         finally:
             side.close()
+
+
+def test_a_fetch_is_counted_when_it_is_released(tmp_path: Path) -> None:
+    """A real fetch, from a file into memory; one that has nothing to bring is not counted."""
+    spec, counts = gqa(), SchedulerCounts()
+    shard = whole_shard(spec)
+    with open_pool(f"memory://?capacity=8MiB,file://{tmp_path}/below?capacity=8MiB") as pool:
+        space = pool.space(identity(), spec, chunk_tokens=16)
+        chunks = space.keys([*range(1, 33)]).chunks()
+        space.write(chunks, shard, [local_tiles(spec, chunk, shard) for chunk in chunks])
+        assert pool.flush(30)
+        pool._store._front.clear(None)  # type: ignore[attr-defined]
+        fetches = Fetches(30.0, counts.fetch_times.add)
+        ticket, again = fetches.begin(space, chunks), fetches.begin(space, chunks)
+        assert ticket is not None
+        assert again is not None
+        wait_until(lambda: ticket.is_over, 30, "the fetch ends")
+        ticket.release()
+        assert counts.take_times() == {"fetch_times": []}, "another request uses it"
+        again.release()
+        (seconds,) = counts.take_times()["fetch_times"]
+        total = counts.stats().fetch_times
+        assert total.sum == seconds > 0
+        assert sum(total.counts) == 1
+        pool._store._front.clear(None)  # type: ignore[attr-defined]
+        orphan = fetches.begin(space, chunks[1:])  # without its parent it cannot be kept
+        assert orphan is not None
+        orphan.release()
+        assert counts.stats().fetch_times == total

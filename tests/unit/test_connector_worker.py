@@ -250,6 +250,7 @@ def test_chunks_that_there_is_no_room_for_are_told() -> None:
         chunks = r.chunks(1, 4)
         with held_up(r.space, "reserve"):  # nothing leaves the staging meanwhile
             r.side.start_step(StepOrders(before=(SaveOrder(r.job("a", chunks, [*range(16)])),)))
+        assert r.side.drain(10)
         assert r.side.take_report() == StepReport(unsaved={"a": 2 * CHUNK})
         assert r.stored(chunks[1]) is not None
 

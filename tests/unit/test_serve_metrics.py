@@ -12,12 +12,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from headwater.connector.metrics import POOL_METRICS, distributions, snapshot
-from headwater.connector.stats import LOAD_BUCKETS_S, Durations, TransferStats
+from headwater.connector.stats import TRANSFER_BUCKETS_S, Durations, TransferStats
 from headwater.serve.messages import Stats, decode_from_engine, encode
 from headwater.serve.metrics import ENGINE_METRICS, SERVER_METRICS, ServerMetrics
 from headwater.stores.stats import StoreStats, TierStats
 
-from metric_cases import STORE, TRANSFER, samples, shown_name
+from metric_cases import STORE, TIMES, TRANSFER, samples, shown_name
 
 FACTS = {"version": "1", "model": 'a "quoted"\n\\name'}
 
@@ -84,6 +84,10 @@ def test_every_figure_of_the_pool_is_on_the_page() -> None:
     assert shown["headwater_pool_wait_seconds_total"] == TRANSFER.wait_seconds
     assert shown["headwater_store_used_bytes"] == STORE.used_bytes
     assert shown["headwater_store_evicted_total"] == STORE.evicted
+    for field, times in TIMES.items():
+        name = f"headwater_pool_{field.removesuffix('_times')}_duration_seconds"
+        assert shown[f"{name}_count"] == len(times)
+        assert shown[f"{name}_sum"] == pytest.approx(sum(times))
     near, away = STORE.tiers
     for tier in (near, away):
         label = f'{{tier="{tier.url}"}}'
@@ -110,7 +114,7 @@ def test_a_pool_of_one_tier_has_no_samples_by_tier() -> None:
 
 
 def test_a_histogram_of_the_engine_process_counts_what_is_at_most_each_bound() -> None:
-    times = Durations(LOAD_BUCKETS_S)
+    times = Durations(TRANSFER_BUCKETS_S)
     for seconds in (0.001, 0.002, 0.1, 0.1, 99.0):
         times.add(seconds)
     stats = sent(Stats(pool_times=distributions(TransferStats(load_times=times.total))))

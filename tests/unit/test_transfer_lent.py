@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,3 +141,48 @@ def test_a_writer_puts_every_row_where_a_scatter_does(seed: int) -> None:
                 one = range(head, head + 1)
                 writer.write(number, part, one, tiles[number][start : start + 3, head : head + 1])
     assert torch.equal(data, expected)
+
+
+def test_a_load_that_is_cancelled_while_it_is_handed_to_the_lander_ends(tmp_path: Path) -> None:
+    """A cancel that comes when the first loader has let go of the load must find it with the second one."""
+    with open_space(f"{MAPPED},file://{tmp_path}/below?capacity=16MiB") as (pool, space, chunks):
+        write_all(space, chunks)
+        assert pool.flush(30)
+        pool._store._front.clear(None)  # type: ignore[attr-defined]
+        shard, block_size = whole_shard(SPEC), 32
+        blocks = blocks_of(chunks[-1].first_token + chunks[-1].num_tokens, block_size, 5, shuffled=True)
+        view, _ = cache_view(SPEC, shard, num_blocks=len(blocks) + 5, block_size=block_size, order=ORDERS[0])
+        done = Done()
+        loader = Loader(space, view, shard, staging_bytes=1 << 20, deadline_s=30.0, on_done=done)
+        lander = loader._lander = loader._make_lander()
+        cancel = threading.Thread(target=loader.cancel, args=("request",))
+        begin = lander._begin
+
+        class Entered:
+            """The lander's lock, which the first loader takes to hand over a load: a cancel comes just before that."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(changed, name)
+
+            def __enter__(self) -> None:
+                if threading.current_thread() is loader._thread and cancel.ident is None:
+                    cancel.start()
+                    if not loader._changed._is_owned():  # type: ignore[attr-defined]
+                        cancel.join(30)
+                changed.__enter__()
+
+            def __exit__(self, *exc: Any) -> None:
+                changed.__exit__(*exc)
+
+        def begin_after_the_cancel(load: Any) -> None:
+            cancel.join(30)
+            begin(load)
+
+        changed, lander._changed = lander._changed, Entered()  # type: ignore[assignment]
+        lander._begin = begin_after_the_cancel  # type: ignore[method-assign]
+        try:
+            loader.load("request", chunks, blocks)
+            assert done.next() == ("request", 0)
+            assert not cancel.is_alive()
+        finally:
+            loader.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import pytest
 pytest.importorskip("torch", reason="the transfer needs torch")
 
 from headwater.errors import StoreError
+from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
-from headwater.kv.topology import Topology, whole_shard
+from headwater.kv.topology import WHOLE, Topology, whole_shard
 from headwater.pool import Space, open_pool
-from headwater.stores.base import Status
+from headwater.stores.base import Filled, Status
 from headwater.transfer import aborts
 from headwater.transfer import save as saving
 from headwater.transfer.save import Saver
@@ -46,15 +48,15 @@ class Rank:
         self.saver = Saver(space, view, self.shard, staging_bytes=staging, deadline_s=5.0, group_bytes=1)
         self._blocks = np.arange(num_blocks, dtype=np.int32)
 
-    def save(self, chunks: list[ChunkRef], *, by_layer: bool) -> None:
+    def save(self, chunks: list[ChunkRef], *, by_layer: bool, name: str = "r") -> None:
         """Save, in one go or while the layers are computed. Nothing leaves the staging meanwhile."""
         with held_up(self._space, "reserve"), held_up(self._space, "write"):
             if by_layer:
-                self.saver.begin("r", chunks, self._blocks)
+                self.saver.begin(name, chunks, self._blocks)
                 for layer in range(SPEC.num_layers):
                     self.saver.layer_done(layer)
             else:
-                self.saver.save("r", chunks, self._blocks)
+                self.saver.save(name, chunks, self._blocks)
 
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
@@ -119,6 +121,61 @@ def test_a_repeated_abort_that_meets_the_next_try_is_told_of(
             assert all(space.exists(chunks[:3]))
         finally:
             behind.saver.close()
+            ahead.saver.close()
+
+
+def test_the_first_abort_of_a_slow_rank_comes_before_the_next_try_is_ordered(tmp_path: Path) -> None:
+    """A rank drops a chunk while its sender is busy. If it told so at once, its peer would find its own part of the
+    next try in the extent that is about to be aborted, and the next try would never be complete."""
+    with temporary_url("shm", tmp_path, "capacity=4MiB") as url, open_pool(url, group=7) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks = space.keys(range(3 * CHUNK)).chunks()
+        slow, ahead = Rank(space, 0, slots=2), Rank(space, 1, slots=CHUNKS)
+        try:
+            ahead.save(chunks, by_layer=False)
+            assert ahead.saver.drain(10)
+            with held_up(slow.saver._sender._storer, "copy"):
+                slow.save(chunks, by_layer=False)
+                for _ in slow.saver.take_unsaved():
+                    ahead.save(chunks[2:], by_layer=False)
+                    assert ahead.saver.drain(10)
+            assert slow.saver.drain(10)
+            assert slow.saver.num_dropped == 1
+            for _ in slow.saver.take_unsaved():
+                ahead.save(chunks[2:], by_layer=False)
+            slow.save(chunks[2:], by_layer=False)
+            assert ahead.saver.drain(10)
+            assert slow.saver.drain(10)
+            assert all(space.exists(chunks)), "each rank takes its part for stored"
+            assert slow.saver.take_unsaved() == ahead.saver.take_unsaved() == []
+        finally:
+            slow.saver.close()
+            ahead.saver.close()
+
+
+def test_an_abort_that_meets_another_request_with_the_same_chunk_is_told_of(tmp_path: Path) -> None:
+    """The peer has met its own part of the chunk in an extent that is aborted for the first request a moment later."""
+    with temporary_url("shm", tmp_path, "capacity=4MiB") as url, open_pool(url, group=7) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks = space.keys(range(3 * CHUNK)).chunks()
+        slow, ahead = Rank(space, 0, slots=2), Rank(space, 1, slots=CHUNKS)
+        try:
+            for name in ("r", "another"):
+                ahead.save(chunks, by_layer=False, name=name)
+                assert ahead.saver.drain(10)
+            slow.save(chunks, by_layer=False)
+            assert slow.saver.drain(10)
+            assert slow.saver.take_unsaved() == [("r", 2 * CHUNK)]
+            slow.save(chunks[2:], by_layer=False, name="another")
+            assert slow.saver.drain(10)
+            assert slow.saver.take_unsaved() == [("another", 2 * CHUNK)], "both ranks take their part for stored"
+            for rank in (ahead, slow):
+                rank.save(chunks[2:], by_layer=False, name="another")
+                assert rank.saver.drain(10)
+                assert rank.saver.take_unsaved() == []
+            assert all(space.exists(chunks))
+        finally:
+            slow.saver.close()
             ahead.saver.close()
 
 
@@ -206,6 +263,38 @@ def test_a_commit_that_raises_leaves_nothing_pending(monkeypatch: pytest.MonkeyP
             saver.close()
 
 
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "stores it"])
+def test_a_chunk_that_another_fills_is_watched_until_it_is_there(fails: bool) -> None:
+    """A save skips chunks that somebody else is filling. If that comes to nothing, the chain is broken, and the one who
+    skipped them must be told to save them after all."""
+    with open_pool("memory://?capacity=8MiB") as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks, whole = space.keys(range(2 * CHUNK)).chunks(), whole_shard(SPEC)
+        saver = one_rank(space)
+        try:
+            (other,) = pool._store.reserve(space.root(), chunks[:1], WHOLE, exclusive=True)  # type: ignore[attr-defined]
+            saver.save("r", chunks, BLOCKS)
+            assert saver.drain(10)
+            assert saver.statuses == {Status.BUSY: 1, Status.OK: 1}
+            assert saver.take_unsaved() == []
+            if fails:
+                other.abort()
+                told = list[tuple[str, int]]()
+                wait_until(lambda: bool(told.extend(saver.take_unsaved()) or told), 10, "the saver says so")
+                assert told == [("r", 0)]
+                saver.save("r", chunks, BLOCKS)
+                assert saver.drain(10)
+            else:
+                sums = [checksum(tile) for layer in other.tiles for tile in layer]
+                assert space.commit([Filled(other, whole.layers, whole.heads, 0, sums)]) == [Status.OK]
+                other.close()
+                wait_until(lambda: not saver.num_watched, 10, "the saver has seen that the chunk is there")
+                assert saver.take_unsaved() == []
+            assert all(space.exists(chunks))
+        finally:
+            saver.close()
+
+
 CLOSED_UNDER_A_SAVE = """
 import sys, threading
 from test_transfer_saver import BLOCKS, CHUNK, CHUNKS, SPEC, identity, one_rank, open_pool
@@ -239,3 +328,102 @@ def test_a_pool_that_is_closed_under_a_save_does_not_end_the_process(tmp_path: P
         ended = subprocess.run(command, env=env, text=True, capture_output=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "survived" in ended.stdout
+
+
+MOMENTS = [
+    ("space", "reserve"),
+    ("space", "places"),
+    ("space", "noted"),
+    ("space", "commit_shard"),
+    ("space", "close_all"),
+    ("storer", "copy"),
+    ("storer", "take_sums"),
+    ("file", "write"),
+]
+
+
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("whose", "method"), MOMENTS, ids=[method for _, method in MOMENTS])
+def test_a_pool_that_is_closed_under_a_save_leaves_nothing_behind(
+    whose: str,
+    method: str,
+    when: str,
+    by_layer: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Closed by another thread at any moment of the sender's work, while a second pool has the same store open: what
+    was reserved is given up, and what was published is retracted."""
+    raised = list[Any]()
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    scheme = "file" if whose == "file" else "shm"
+    with temporary_url(scheme, tmp_path, "capacity=8MiB") as url, open_pool(url) as other, open_pool(url) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks = space.keys(range(2 * CHUNK)).chunks()
+        saver = one_rank(space, group_bytes=1)
+        owner = saver._sender._storer if whose == "storer" else space
+        plain, calls = getattr(owner, method), list[str]()
+
+        def closing(*args: Any, **options: Any) -> Any:
+            calls.append(method)
+            if when == "before":
+                pool.close()
+            outcome = plain(*args, **options)
+            pool.close()
+            return outcome
+
+        monkeypatch.setattr(owner, method, closing)
+        try:
+            if by_layer:
+                saver.begin("r", chunks, BLOCKS)
+                for layer in range(SPEC.num_layers):
+                    saver.layer_done(layer)
+            else:
+                saver.save("r", chunks, BLOCKS)
+            assert saver.drain(30)
+        finally:
+            saver.close()
+        assert calls
+        assert not raised
+        assert [record.message for record in caplog.records if record.exc_info] == []
+        assert saver.ring.num_free == saver.ring.count
+        there = other.space(identity(), SPEC, chunk_tokens=CHUNK).exists(chunks)
+        assert saver.take_unsaved() == ([] if all(there) else [("r", chunks[there.index(False)].first_token)])
+        assert other.stats().store.pending_bytes == 0
+        assert other._store._core.members.published() == set()  # type: ignore[attr-defined]
+        assert other.verify().clean
+
+
+@pytest.mark.parametrize("method", ["reserve", "commit_shard"])
+def test_what_the_last_pool_of_a_process_had_reserved_when_it_was_closed_is_free_for_the_next(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with temporary_url("shm", tmp_path, "capacity=8MiB") as url:
+        pool = open_pool(url)
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        chunks, saver, plain = space.keys(range(2 * CHUNK)).chunks(), one_rank(space), getattr(space, method)
+
+        def closing(*args: Any, **options: Any) -> Any:
+            if method == "commit_shard":
+                pool.close()
+            outcome = plain(*args, **options)
+            pool.close()
+            return outcome
+
+        monkeypatch.setattr(space, method, closing)
+        saver.save("r", chunks, BLOCKS)
+        assert saver.drain(30)
+        saver.close()
+        assert saver.take_unsaved() == [("r", 0)]
+        with open_pool(url) as again:
+            space = again.space(identity(), SPEC, chunk_tokens=CHUNK)
+            saver = one_rank(space)
+            saver.save("r", chunks, BLOCKS)
+            assert saver.drain(30)
+            saver.close()
+            assert saver.statuses == {Status.OK: 2}
+            assert all(space.exists(chunks))
+            assert again.stats().store.pending_bytes == 0
+            assert again.verify().clean

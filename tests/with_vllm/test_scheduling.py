@@ -411,7 +411,7 @@ class FakeFetch:
     """Chunks on their way, as the test says."""
 
     def __init__(self) -> None:
-        self.num_kept, self.is_done, self.is_released = 0, False, False
+        self.num_kept, self.is_done, self.is_released, self.seconds = 0, False, False, 0.5
 
     def release(self) -> None:
         self.is_released = True

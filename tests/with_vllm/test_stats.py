@@ -28,7 +28,7 @@ from headwater.kv.topology import whole_shard
 from headwater.pool.pool import Pool, open_pool
 from headwater.stores.stats import StoreStats
 
-from metric_cases import AWAY, NEAR, STORE, TRANSFER, samples, shown_name
+from metric_cases import AWAY, NEAR, STORE, TIMES, TRANSFER, samples, shown_name
 from support import WAIT_S, empty_tiles, gqa, identity, local_tiles, wait_until
 
 LABELNAMES = ["model_name", "engine"]
@@ -84,7 +84,8 @@ def wire(stats: KVConnectorStats) -> dict[str, Any]:
 def all_of_an_engine() -> HeadwaterStats:
     """One step of two ranks and a scheduler, each in a process of its own, through vLLM's aggregation."""
     pools = [PoolFigures(Fixed(STORE)) for _ in range(3)]
-    ranks = [Reporter().worker(TRANSFER, [0.002, 0.3], pool) for pool in pools[:2]]
+    of_ranks = {field: TIMES[field] for field in ("load_times", "save_times")}
+    ranks = [Reporter().worker(TRANSFER, of_ranks, pool) for pool in pools[:2]]
     outputs = [
         ModelRunnerOutput(
             req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(kv_connector_stats=pickled(rank))
@@ -95,7 +96,7 @@ def all_of_an_engine() -> HeadwaterStats:
     assert merged is not None
     assert merged.kv_connector_output is not None
     workers = merged.kv_connector_output.kv_connector_stats
-    scheduler = Reporter().scheduler(TRANSFER, pools[2])
+    scheduler = Reporter().scheduler(TRANSFER, {"fetch_times": TIMES["fetch_times"]}, pools[2])
     assert workers is not None
     assert scheduler is not None
     total = workers.aggregate(scheduler)
@@ -125,7 +126,11 @@ def test_what_all_processes_of_an_engine_report_is_on_its_page(prom: KVConnector
     shown = page(1)
     for metric in POOL_METRICS:
         match metric.source:
-            case Source.WORKER if metric.kind != "histogram":
+            case Source.WORKER | Source.SCHEDULER if metric.kind == "histogram":
+                times = TIMES[metric.field] * (2 if metric.source is Source.WORKER else 1)
+                assert shown[f"{metric.name}_count"] == len(times)
+                assert shown[f"{metric.name}_sum"] == pytest.approx(sum(times))
+            case Source.WORKER:
                 assert shown[metric.name] == 2 * getattr(TRANSFER, metric.field)
             case Source.SCHEDULER:
                 assert shown[metric.name] == getattr(TRANSFER, metric.field)
@@ -137,8 +142,6 @@ def test_what_all_processes_of_an_engine_report_is_on_its_page(prom: KVConnector
                     if not tier.shares(metric.field) and metric.name != "headwater_tier_breaker_open":
                         value *= 3
                     assert shown[f'{metric.name}{{tier="{tier.url}"}}'] == value, metric.name
-    assert shown["headwater_pool_load_duration_seconds_count"] == 4
-    assert shown["headwater_pool_load_duration_seconds_sum"] == pytest.approx(0.604)
     assert shown['headwater_pool_load_duration_seconds_bucket{le="0.0025"}'] == 2
     assert page(0)["headwater_pool_loaded_bytes_total"] == 0, "another engine's"
 
@@ -236,9 +239,9 @@ def test_the_log_says_what_happened_in_short() -> None:
 
 def test_nothing_is_said_where_nothing_happened() -> None:
     reporter = Reporter()
-    assert reporter.worker(TransferStats(), [], None) is None
-    assert reporter.worker(TransferStats(saved_bytes=4), [], None) is not None
-    assert reporter.worker(TransferStats(saved_bytes=4), [], None) is None
+    assert reporter.worker(TransferStats(), {"load_times": []}, None) is None
+    assert reporter.worker(TransferStats(saved_bytes=4), {}, None) is not None
+    assert reporter.worker(TransferStats(saved_bytes=4), {}, None) is None
 
 
 # ---- the pool's own figures -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headwater.errors import StoreError
 from headwater.kv.hashing import ChunkRef
@@ -74,8 +74,10 @@ class FetchTicket:
 class Fetches:
     """All fetches of one scheduler side. One thread calls it."""
 
-    def __init__(self, deadline_s: float, max_open: int = MAX_FETCHES) -> None:
+    def __init__(self, deadline_s: float, on_end: Callable[[float], None], max_open: int = MAX_FETCHES) -> None:
+        """`on_end` is told how long each fetch took that had something to bring, when it is released."""
         self._deadline_s = deadline_s
+        self._on_end = on_end
         self._max_open = max_open
         self._open: list[_Shared] = []
 
@@ -110,6 +112,8 @@ class Fetches:
         shared.num_users -= 1
         if not shared.num_users:
             self._open.remove(shared)
+            if seconds := shared.fetch.seconds:
+                self._on_end(seconds)
             shared.fetch.release()
 
     @property

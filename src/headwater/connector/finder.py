@@ -6,7 +6,7 @@ the engine is told to ask again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from headwater.connector.asker import Asker
@@ -31,10 +31,11 @@ NOTHING = LoadPlan(0, ASYNC)
 class Finder:
     """Looks up, fetches and leases for one scheduler side. Its thread calls it."""
 
-    def __init__(self, lookup_s: float, config: ConnectorConfig) -> None:
+    def __init__(self, lookup_s: float, config: ConnectorConfig, on_fetched: Callable[[float], None]) -> None:
+        """`on_fetched` is told how long each fetch took."""
         self._config = config
         self._asker = Asker(lookup_s)
-        self.fetches = Fetches(config.load_deadline_s)
+        self.fetches = Fetches(config.load_deadline_s, on_fetched)
 
     def find(self, tracked: Tracked, num_local: int) -> LoadPlan | None:
         """What can be loaded beyond the `num_local` tokens that the engine has; None while it is being fetched.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwater.connector.arrivals import Arrivals
 from headwater.connector.orders import StepOrders, StepReport
-from headwater.connector.stats import TransferStats
+from headwater.connector.stats import Times, TransferStats
 
 
 class IdleWorker:
@@ -55,9 +55,9 @@ class IdleWorker:
         """Nothing was moved."""
         return TransferStats()
 
-    def take_load_times(self) -> list[float]:
-        """Nothing was loaded."""
-        return []
+    def take_times(self) -> Times:
+        """Nothing was loaded or saved."""
+        return {}
 
     def close(self) -> None:
         """Nothing to do."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from headwater.connector.stats import LOAD_BUCKETS_S, Distribution, TransferStats
+from headwater.connector.stats import TRANSFER_BUCKETS_S, Distribution, TransferStats
 from headwater.stores.stats import StoreStats, TierStats
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -68,6 +68,11 @@ def _scheduler(name: str, field: str, text: str) -> Metric:
     return Metric(f"headwater_pool_{name}_total", "counter", text, Source.SCHEDULER, field)
 
 
+def _duration(what: str, source: Source, text: str) -> Metric:
+    name = f"headwater_pool_{what}_duration_seconds"
+    return Metric(name, "histogram", text, source, f"{what}_times", buckets=TRANSFER_BUCKETS_S)
+
+
 def _store(field: str, kind: Kind, text: str) -> Metric:
     ending = "_total" if kind == "counter" else ""
     return Metric(f"headwater_store_{field}{ending}", kind, text, Source.STORE, field)
@@ -90,14 +95,14 @@ POOL_METRICS: tuple[Metric, ...] = (
     _worker("loaded_bytes", "loaded_bytes", "Bytes of KV loaded from the pool into the engine's cache."),
     _worker("saved_bytes", "saved_bytes", "Bytes of KV saved to the pool."),
     _worker("load_seconds", "load_seconds", "Time that load threads were busy."),
-    Metric(
-        "headwater_pool_load_duration_seconds",
-        "histogram",
-        "Time from the order of a load to its end, by load and rank.",
+    _duration("load", Source.WORKER, "Time from the order of a load to its end, by load and rank."),
+    _duration(
+        "save",
         Source.WORKER,
-        "load_times",
-        buckets=LOAD_BUCKETS_S,
+        "Time from the moment at which chunks begin to leave the cache until a rank has stored its part of them, by "
+        "batch of chunks and rank.",
     ),
+    _duration("fetch", Source.SCHEDULER, "Time that a fetch from lower tiers into the first one took."),
     _worker(
         "dropped_chunks",
         "num_dropped",

@@ -60,7 +60,8 @@ class SchedulerSide:
         self._dummy_block = dummy_block
         self._listener: Listener = listener or NoListener()
         self._log = log or logging.getLogger(__name__)
-        self._finder = Finder(space.lookup_s, config)
+        self.counts = SchedulerCounts()
+        self._finder = Finder(space.lookup_s, config, self.counts.fetch_times.add)
         self._tracked: dict[str, Tracked] = {}
         self._before: list[SaveOrder] = []
         self._loads: list[LoadOrder] = []
@@ -74,7 +75,6 @@ class SchedulerSide:
         self._lost = LostChunks(self._log)
         self._last_saves: dict[str, tuple[SaveProgress, int]] = {}
         """By request that is over: how far it is saved, if nothing is dropped any more."""
-        self.counts = SchedulerCounts()
 
     # ---- requests -----------------------------------------------------------------------------------------------
     def add(
@@ -288,9 +288,7 @@ class SchedulerSide:
     def _save(self, tracked: Tracked, num_computed: int, *, ends: bool = False) -> list[SaveOrder]:
         """The order for all that is complete and not saved of the first `num_computed` tokens: chunks, a prompt's tail,
         with `ends` the request's. What the pool has is left out, but for children of a chunk that it has not."""
-        num_tokens = min(num_computed, tracked.num_known)
-        if not self._config.save_decoded:
-            num_tokens = min(num_tokens, tracked.num_prompt)
+        num_tokens = self._num_to_save(tracked, num_computed)
         if self._spoiled:
             num_tokens = self._spoiled.num_right(tracked.block_ids, num_tokens)
         tracked.saves.looked(num_tokens)
@@ -308,6 +306,11 @@ class SchedulerSide:
         block_ids = np.array(tracked.block_ids, np.int32)
         tenant, adapter, _ = tracked.inputs
         return [SaveOrder(Job.of(tracked.request_id, chunks, block_ids), tenant, adapter)]
+
+    def _num_to_save(self, tracked: Tracked, num_computed: int) -> int:
+        """Of the first `num_computed` tokens: those that can be named, and are wanted in the pool."""
+        num_tokens = min(num_computed, tracked.num_known)
+        return num_tokens if self._config.save_decoded else min(num_tokens, tracked.num_prompt)
 
     def _save_last(self, tracked: Tracked, num_computed: int, block_ids: BlockIds) -> None:
         """Order all that is left of a request that loses its blocks."""
@@ -353,7 +356,8 @@ class SchedulerSide:
         self._finder.release(tracked)
         saves = tracked.saves
         if saves.is_given_up:
-            self._lost.add(saves.num_lost(min(tracked.num_most, tracked.num_known)))
+            num_tokens = self._num_to_save(tracked, tracked.num_most)
+            self._lost.add(saves.num_lost(saves.limit(num_tokens, ends=True)))
         elif saves.num_saved:
             self._last_saves[tracked.request_id] = saves, saves.num_saved
             while len(self._last_saves) > MAX_ENDED:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-LOAD_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+TRANSFER_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 MAX_RECENT = 4096
 """Durations that are kept one by one until somebody takes them; of more, the oldest are forgotten."""
 
@@ -34,6 +34,7 @@ class TransferStats:
     saved_bytes: int = 0
     load_seconds: float = 0.0
     load_times: Distribution = Distribution()
+    save_times: Distribution = Distribution()
     num_dropped: int = 0
     num_damaged: int = 0
     step_seconds: float = 0.0
@@ -44,6 +45,11 @@ class TransferStats:
     num_loaded_tokens: int = 0
     num_failed_loads: int = 0
     wait_seconds: float = 0.0
+    fetch_times: Distribution = Distribution()
+
+
+Times = dict[str, list[float]]
+"""Durations one by one, by the field of `TransferStats` that counts them."""
 
 
 class Durations:
@@ -96,6 +102,7 @@ class SchedulerCounts:
     def __init__(self) -> None:
         self._num_asked = self._num_matched = self._num_loaded = self._num_failed = 0
         self._wait_seconds = 0.0
+        self.fetch_times = Durations(TRANSFER_BUCKETS_S)
         self._last: tuple[str, int, int] | None = None
         self._loads: dict[str, tuple[float, range]] = {}
         """When each load under way began, and the tokens it may bring."""
@@ -125,6 +132,10 @@ class SchedulerCounts:
         self._num_loaded += max(0, min(num_tokens, tokens.stop) - tokens.start)
         self._num_failed += num_tokens < tokens.stop
 
+    def take_times(self) -> Times:
+        """How long each fetch took that has been released since the last call."""
+        return {"fetch_times": self.fetch_times.take()}
+
     def stats(self) -> TransferStats:
         """Counts since the start; what only ranks know is 0."""
         return self.add_to(TransferStats())
@@ -138,4 +149,5 @@ class SchedulerCounts:
             num_loaded_tokens=self._num_loaded,
             num_failed_loads=self._num_failed,
             wait_seconds=self._wait_seconds,
+            fetch_times=self.fetch_times.total,
         )

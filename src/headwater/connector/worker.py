@@ -16,7 +16,7 @@ from headwater.connector.arrivals import Arrivals, OnEnd
 from headwater.connector.clock import PROCESS_THREADS, timed
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.orders import BLOCKING, LAYERWISE, Job, LoadOrder, SaveOrder, StepOrders, StepReport
-from headwater.connector.stats import LOAD_BUCKETS_S, Durations, TransferStats
+from headwater.connector.stats import TRANSFER_BUCKETS_S, Durations, Times, TransferStats
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
@@ -70,7 +70,8 @@ class WorkerSide:
         self._shard = shard
         self._config = config
         self._mover = mover
-        self._load_times = Durations(LOAD_BUCKETS_S)
+        self._load_times = Durations(TRANSFER_BUCKETS_S)
+        self._save_times = Durations(TRANSFER_BUCKETS_S)
         self.step_seconds = 0.0
         """Time of the thread that runs the model, spent here since the start."""
         self._open_space = open_space
@@ -207,24 +208,32 @@ class WorkerSide:
 
     def stats(self) -> TransferStats:
         """Counts since the start, or since the last epoch began."""
+        self._count_saves()
         return TransferStats(
             loaded_bytes=self._loader.num_bytes,
             saved_bytes=self._saver.num_bytes,
             load_seconds=self._loader.seconds,
             load_times=self._load_times.total,
+            save_times=self._save_times.total,
             num_dropped=self._saver.num_dropped,
             num_damaged=self._loader.statuses[Status.DAMAGED],
             step_seconds=self.step_seconds,
             thread_seconds=PROCESS_THREADS.seconds(),
         )
 
-    def take_load_times(self) -> list[float]:
-        """Seconds that each load took which has ended since the last call, from its order on."""
-        return self._load_times.take()
+    def take_times(self) -> Times:
+        """How long each load and each save took that has ended since the last call."""
+        self._count_saves()
+        return {"load_times": self._load_times.take(), "save_times": self._save_times.take()}
+
+    def _count_saves(self) -> None:
+        for seconds in self._saver.take_timings():
+            self._save_times.add(seconds)
 
     def close(self) -> None:
         """Drain saves for a moment, then stop both threads; loads under way end. Idempotent."""
         self._saver.close()
+        self._count_saves()
         self._loader.close()
 
     def leave(self) -> Arrivals:

@@ -124,6 +124,10 @@ class Space:
         """Whether each chunk is there now, in the tier that chunks are written to."""
         return self._store.exists(self._any_root, chunks)
 
+    def being_filled(self, chunks: Sequence[ChunkRef]) -> list[bool]:
+        """Whether somebody who is alive has begun to write each chunk, and it is not complete."""
+        return self._store.being_filled([chunk.key for chunk in chunks])
+
     def lease(self, match: Match, request_id: str) -> RequestLease:
         """Keep a match from eviction until released. One lease per request: taking it twice is once, and a deeper
         match replaces a shallower one."""

@@ -161,6 +161,10 @@ class Fetch(Protocol):
         """Chunks, counted from the first one asked for, that are in the first tier now and cannot be evicted before
         `release`. What is missing when the fetch is done could not be kept there: a load reads it from further down."""
 
+    @property
+    def seconds(self) -> float:
+        """How long it took, or has taken until now; 0 where nothing could be brought."""
+
     def wait(self, deadline: float) -> bool:
         """Wait until it is done, by `time.monotonic() == deadline` at the latest."""
 
@@ -197,6 +201,9 @@ class Store(Protocol):
 
     def exists(self, root: RootRef, chunks: Sequence[ChunkRef], *, anywhere: bool = False) -> list[bool]:
         """Whether each chunk is complete where chunks are written; with `anywhere`, in any tier."""
+
+    def being_filled(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether somebody who is alive has begun each chunk where chunks are written, and not completed it."""
 
     def ages(self, keys: Sequence[bytes]) -> list[int]:
         """When each chunk was last used, in nanoseconds since the epoch; 0 for one that is not known."""

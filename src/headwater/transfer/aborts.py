@@ -1,7 +1,9 @@
 """A chunk that this rank cannot save is aborted for the whole server, also for ranks that come to it later.
 
 A slower rank may reserve a chunk after this one has aborted it, and would then wait for tiles that never come. So the
-abort is repeated for a while, unless this rank saves the chunk after all.
+abort is repeated for a while, unless this rank saves the chunk after all. An abort means one try: the save of a chunk
+for some request. It may remove what a faster rank has stored in a later try, which this rank then reports as unsaved
+when it comes to that try itself.
 """
 
 from __future__ import annotations
@@ -31,28 +33,32 @@ class Aborts:
         """Whether other ranks write parts of the same chunks."""
         self._owed: dict[bytes, tuple[ChunkRef, float]] = {}
         """By key: chunks to be aborted again, and until when."""
-        self._repeated: dict[bytes, float] = {}
-        """By key: chunks of which a repeated abort may have removed something, and until when that matters."""
+        self._removed: dict[bytes, tuple[str | None, float]] = {}
+        """By key: chunks of which an abort may have removed something, the one request whose next try that cannot have
+        hurt (None: there is none), and until when it matters."""
         self._due = 0.0
 
-    def abort(self, chunks: Sequence[ChunkRef]) -> None:
-        """Abort chunks now, and again later: some of the other ranks may not have begun them yet."""
+    def abort(self, tries: Sequence[tuple[str, ChunkRef]]) -> None:
+        """Abort chunks of some requests now, and again later: some of the other ranks may not have begun them yet. The
+        scheduler side must hear of it afterwards: the next try is then not ordered before the abort is over."""
+        chunks, now = [chunk for _, chunk in tries], time.monotonic()
         if self.has_peers and chunks:
-            self._due = self._due if self._owed else time.monotonic() + RETRY_S
-            until = time.monotonic() + OWED_S
-            self._owed.update({chunk.key: (chunk, until) for chunk in chunks})
+            self._due = self._due if self._owed else now + RETRY_S
+            self._owed.update({chunk.key: (chunk, now + OWED_S) for chunk in chunks})
         with suppress(HeadwaterError, OSError):  # what cannot be aborted expires
-            self._space.abort(chunks)
+            if self._space.abort(chunks) and self.has_peers:
+                for name, chunk in tries:
+                    known = self._removed.get(chunk.key, (name, 0.0))[0]
+                    self._removed[chunk.key] = (name if known == name else None, now + OWED_S)
 
-    def abort_failed(self, outcome: Iterable[tuple[ChunkRef, Status]], *, has_begun: bool) -> int:
-        """Abort chunks that could not be stored; how many those were.
+    def abort_failed(self, outcome: Iterable[tuple[str, ChunkRef, Status]], *, has_begun: bool) -> None:
+        """Abort chunks of some requests that could not be stored.
 
         A chunk that was not even begun in time is left alone: this rank's part of it may be in, by another request.
         """
-        failed = [(chunk, status) for chunk, status in outcome if status.failed]
-        if lost := [chunk for chunk, status in failed if has_begun or status != Status.TIMEOUT]:
+        failed = [(name, chunk, status) for name, chunk, status in outcome if status.failed]
+        if lost := [(name, chunk) for name, chunk, status in failed if has_begun or status != Status.TIMEOUT]:
             self.abort(lost)
-        return len(failed)
 
     def resume(self, chunks: Sequence[ChunkRef]) -> None:
         """Chunks that this rank saves now. Cheap where nothing is owed."""
@@ -60,13 +66,20 @@ class Aborts:
             for chunk in chunks:
                 self._owed.pop(chunk.key, None)
 
-    def take_repeated(self, chunks: Sequence[ChunkRef]) -> set[bytes]:
-        """Those of some chunks, which this rank saves now, that a repeated abort may have taken from ranks which were
-        ahead with the same save: they take their parts for stored, and must be told to save them again."""
-        if not self._repeated:
-            return set()
-        now = time.monotonic()
-        return {chunk.key for chunk in chunks if self._repeated.pop(chunk.key, 0.0) > now}
+    def take_removed(self, tries: Iterable[tuple[str, ChunkRef]]) -> list[tuple[str, ChunkRef]]:
+        """Those of some tries, which this rank begins now, of which an abort may have removed the parts of ranks that
+        were ahead with them: those take their parts for stored, and must be told to save them again.
+
+        A request whose own try was aborted is ordered again after that: only repeated aborts can meet its next one.
+        """
+        if not self._removed:
+            return []
+        now, found = time.monotonic(), list[tuple[str, ChunkRef]]()
+        for name, chunk in tries:
+            spared, until = self._removed.pop(chunk.key, (name, 0.0))
+            if spared != name and now < until:
+                found.append((name, chunk))
+        return found
 
     @property
     def is_owing(self) -> bool:
@@ -88,7 +101,7 @@ class Aborts:
         now = time.monotonic()
         self._due = now + RETRY_S
         self._owed = {key: owed for key, owed in self._owed.items() if now < owed[1]}
-        self._repeated = {key: until for key, until in self._repeated.items() if now < until}
+        self._removed = {key: removed for key, removed in self._removed.items() if now < removed[1]}
         with suppress(HeadwaterError, OSError):
             if self._space.abort([chunk for chunk, _ in self._owed.values()]):
-                self._repeated.update(dict.fromkeys(self._owed, now + OWED_S))
+                self._removed.update(dict.fromkeys(self._owed, (None, now + OWED_S)))

@@ -137,11 +137,18 @@ class Loader:
         self._put_in(Load(name, chunks, block_ids, groups, layerwise, asked, now + self._deadline_s, started_s=now))
 
     def _put_in(self, load: Load) -> None:
+        self._start(load, is_stuck=self._enlist(load))
+
+    def _enlist(self, load: Load) -> bool:
+        """From now on a load can be cancelled, and its time is watched. Whether the loader's thread is stuck, in a load
+        that was ended without it."""
         with self._changed:
             self._open.append(load)
             self._changed.notify_all()
-            is_stuck = any(other.gate.is_closed for other in self._active)
-        if is_stuck:  # in a load that was ended without it: the next one would wait for nothing
+            return any(other.gate.is_closed for other in self._active)
+
+    def _start(self, load: Load, *, is_stuck: bool) -> None:
+        if is_stuck:  # it would wait for nothing
             self._end(load, 0, is_overdue=True)
         else:
             self._queue.put(load)
@@ -332,8 +339,10 @@ class Loader:
             self._end(load, num_done)
 
     def _pass_on(self, load: Load, num_done: int) -> None:
+        """Have the lander bring the rest. At any moment the load is in one of the two lists, so that no `cancel` misses
+        it: the lander's lock is taken inside this one's, and never the other way round."""
         with self._changed:
-            self._lander = self._lander or self._make_lander()
+            lander = self._lander = self._lander or self._make_lander()
             rest = Load(
                 load.name,
                 load.chunks[num_done:],
@@ -350,7 +359,8 @@ class Loader:
                 return  # its time was over a moment ago
             self._open.remove(load)
             self._changed.notify_all()
-        self._lander._put_in(rest)
+            is_stuck = lander._enlist(rest)
+        lander._start(rest, is_stuck=is_stuck)
 
     def _fail_all(self) -> None:
         """The device, or the store, failed in the middle of several loads: none of them has got anything."""

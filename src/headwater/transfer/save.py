@@ -87,12 +87,17 @@ class Saver:
         """Bytes that this rank has put into the pool."""
         return self._sender.num_bytes
 
+    @property
+    def num_watched(self) -> int:
+        """Chunks that somebody else is filling; if they do not come, they are reported as unsaved."""
+        return len(self._sender.watched)
+
     def take_unsaved(self) -> list[tuple[str, int]]:
         """Requests with chunks that were not saved since the last call, and the first token of the first of those."""
         return self._sender.unsaved.take()
 
     def take_timings(self) -> list[float]:
-        """Seconds from taken to visible of the jobs that were stored since the last call."""
+        """Seconds from taken to stored, of the batches of chunks that were stored since the last call."""
         timings = self._sender.timings
         return [timings.popleft() for _ in range(len(timings))]
 
@@ -116,32 +121,26 @@ class Saver:
         chunks = [chunk for each in group for chunk in each.chunks]
         names = [each.name for each in group for _ in each.chunks]
         self._end([job for job in self._open if job.rooms])  # the ring's rooms go back in the order of their taking
+        self._sender.count(chunks)
+        self._save_job(SaveJob(chunks, names, plan, [self._shard.layers]))
+
+    def _save_job(self, job: SaveJob) -> None:
+        """Take a job, all layers at once, in as many pieces as the ring gives room for. Chunks that there is none for
+        are aborted; if a launch fails, so is all that is left of the job."""
         done, end = 0, time.monotonic() + self._patience_s
-        while done < len(chunks):
-            room = self.ring.take_while(self.ring.slot_bytes, len(chunks) - done, lambda: time.monotonic() < end)
+        while done < len(job.chunks):
+            room = self.ring.take_while(self.ring.slot_bytes, len(job.chunks) - done, lambda: time.monotonic() < end)
             if room is None:
-                self._drop(chunks[done:], names[done:])
+                job.num_kept = done
+                self._sender.tell(Cut(job, done))
                 return
-            spans = range(done, done + room.num_units)
-            try:
-                part = slice(spans.start, spans.stop)
-                job = SaveJob(chunks[part], names[part], plan.part(spans), [self._shard.layers])
-            except BaseException:
-                self._sender.tell(PassOn(room, PAST))
-                raise
-            self._sender.count(job.chunks)
+            self._gather(job, room, range(done, done + room.num_units))
             done += room.num_units
-            try:
-                self._gather(job, room)
-            except BaseException:
-                self._drop(chunks[done:], names[done:])
-                raise
 
     def _drop(self, chunks: Sequence[ChunkRef], names: Sequence[str]) -> None:
         """There is no room: tell this server's other ranks that these chunks will not be complete."""
         self._num_full += len(chunks)
-        self._sender.unsaved.add([(name, chunk.first_token) for name, chunk in zip(names, chunks, strict=True)])
-        self._sender.tell(Abort(chunks))
+        self._sender.tell(Abort(list(zip(names, chunks, strict=True))))
 
     # ---- layer by layer -----------------------------------------------------------------------------------------
     def begin(self, name: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
@@ -234,19 +233,6 @@ class Saver:
                 raise
         self._save_late()
 
-    def _save_job(self, job: SaveJob) -> None:
-        """Take a job that was begun, all layers at once, in as many pieces as there are."""
-        done, end = 0, time.monotonic() + self._patience_s
-        while done < len(job.chunks):
-            room = self.ring.take_while(self.ring.slot_bytes, len(job.chunks) - done, lambda: time.monotonic() < end)
-            if room is None:
-                job.num_kept = done
-                self._sender.tell(Cut(job, done))
-                return
-            spans = range(done, done + room.num_units)
-            self._gather(job, room, spans)
-            done += room.num_units
-
     def _save_late(self) -> None:
         late, self._late = self._late, []
         for group in _by_root(late):
@@ -337,14 +323,13 @@ class Saver:
             nothing_follows = is_last and number == len(rooms) - 1
             self._sender.tell(Gathered(job, spans, group, plan, *memory, room, event, nothing_follows))
 
-    def _gather(self, job: SaveJob, room: Room, spans: range | None = None) -> None:
+    def _gather(self, job: SaveJob, room: Room, spans: range) -> None:
         """Launch one gather of all layers and hand it to the sender, also where the launch fails: the room must go back
         in order."""
-        spans = range(len(job.chunks)) if spans is None else spans
         layers, stream, plan = self._shard.layers, current_stream(self._view.device), None
         memory = self._memory(room, len(layers))
-        part = job.plan.part(spans)
         try:
+            part = job.plan.part(spans)
             gather(part, layers, *memory)
             plan = part
         finally:

@@ -151,7 +151,8 @@ class Cut(NamedTuple):
 class Abort(NamedTuple):
     """Chunks of which this rank brings nothing: the other ranks' parts of them are of no use."""
 
-    chunks: Sequence[ChunkRef]
+    tries: Sequence[tuple[str, ChunkRef]]
+    """With the requests that they were to be saved for."""
 
 
 class Resume(NamedTuple):

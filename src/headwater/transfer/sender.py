@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from headwater.errors import EngineError
+from headwater.errors import EngineError, StoreClosedError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
@@ -43,6 +43,7 @@ from headwater.transfer.states import PartState
 from headwater.transfer.streams import enter_thread
 from headwater.transfer.unsaved import Unsaved
 from headwater.transfer.view import PagedView
+from headwater.transfer.watched import WatchedChunks
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Sender:
         self._deadline_s = deadline_s
         self._in_place = space.mapped and shard.split.parts == 1
         self._aborts = Aborts(space, shard)
+        self.watched = WatchedChunks(space)
         self._storer = make_storer(mover, space, view, shard)
         self._in_flight: deque[Batch] = deque()
         self._filling: set[bytes] = set()
@@ -81,7 +83,7 @@ class Sender:
         self.num_bytes = 0
         self.unsaved = Unsaved()
         self.timings: deque[float] = deque(maxlen=_MAX_TIMINGS)
-        """Seconds from taken to visible, one for each job that was stored."""
+        """Seconds from taken to stored, one for each batch of chunks of which something was."""
         self._thread = threading.Thread(target=self._run, name="headwater-sender", daemon=True)
         self._thread.start()
 
@@ -128,9 +130,10 @@ class Sender:
         while True:
             has_batch = self._in_flight and self._queue.empty()
             try:
-                item = None if has_batch else self._queue.get(timeout=self._aborts.wait_s)
+                item = None if has_batch else self._queue.get(timeout=self._wait_s)
             except queue.Empty:
                 self._aborts.retry()
+                self._look_at_watched()
                 continue
             if item is None and not has_batch:
                 self._aborts.retry()
@@ -138,8 +141,9 @@ class Sender:
             try:
                 self._finish() if item is None else self._handle(item)
                 self._aborts.retry_if_due()
-            except Exception:
-                log.exception("a save failed")
+                self._look_at_watched()
+            except Exception as error:
+                _log_failure("a save failed", error)
             finally:
                 with self._settled:
                     self._num_items -= item is not None
@@ -147,6 +151,15 @@ class Sender:
                         self._settled.notify_all()
         self._finish_all()
         self._storer.synchronize()  # the device may still read memory that is about to be unregistered
+
+    @property
+    def _wait_s(self) -> float | None:
+        waits = [wait_s for wait_s in (self._aborts.wait_s, self.watched.wait_s) if wait_s is not None]
+        return min(waits, default=None)
+
+    def _look_at_watched(self) -> None:
+        if lost := self.watched.take_lost():
+            self.unsaved.add([(name, chunk.first_token) for name, chunk in lost])
 
     def _handle(self, item: Item) -> None:
         if isinstance(item, Gathered):
@@ -162,7 +175,10 @@ class Sender:
         elif isinstance(item, Resume):
             self._aborts.resume(item.chunks)
         else:
-            self._abort(item.chunks)
+            try:
+                self._abort(item.tries)
+            finally:  # not before: the next try must not meet the abort of this one
+                self.unsaved.add([(name, chunk.first_token) for name, chunk in item.tries])
 
     def _open(self, item: Open) -> None:
         """Not at once: whoever launches a step has no lead over the device yet, and would share the interpreter."""
@@ -171,8 +187,8 @@ class Sender:
         while self._in_flight and not item.first_layer.query():
             try:
                 self._finish()
-            except Exception:
-                log.exception("the end of a save failed")
+            except Exception as error:
+                _log_failure("the end of a save failed", error)
         try:
             item.first_layer.synchronize()
             job.in_place = self._in_place and self._reserve(job, range(len(job.chunks)))
@@ -183,9 +199,8 @@ class Sender:
     def _resume(self, job: SaveJob) -> None:
         """A job is saved now: what was aborted before is aborted no more."""
         self._aborts.resume(job.chunks)
-        if taken := self._aborts.take_repeated(job.chunks):
-            named = zip(job.names, job.chunks, strict=True)
-            self.unsaved.add([(name, chunk.first_token) for name, chunk in named if chunk.key in taken])
+        if removed := self._aborts.take_removed(zip(job.names, job.chunks, strict=True)):
+            self.unsaved.add([(name, chunk.first_token) for name, chunk in removed])
 
     def _reserve(self, job: SaveJob, spans: range) -> bool:
         """Find out where some chunks go; False where the store's memory cannot be reached in place.
@@ -322,8 +337,8 @@ class Sender:
         batch.copied.synchronize()
         try:
             self._storer.take_sums(batch.work, batch.spans)
-        except Exception:
-            log.exception("the checksums of a save failed; its chunks are aborted")
+        except Exception as error:
+            _log_failure("the checksums of a save failed; its chunks are aborted", error)
             self._storer.synchronize()  # what was launched may still read the ring
             self._abort_parts(batch.work.job, batch.spans)
         self._ring.give_back(batch.num_bytes)
@@ -333,6 +348,7 @@ class Sender:
     def _commit(self, job: SaveJob, spans: range) -> None:
         filled = [span for span in spans if span in job.targets]
         extents, known = {span: job.targets.pop(span).extent for span in filled}, set[int]()
+        num_stored = 0
         try:
             assert job.sums is not None
             for owned, layers, group in job.by_owned(filled, self._shard):
@@ -343,6 +359,7 @@ class Sender:
                 lost = [(span, s) for span, s in zip(group, outcome, strict=True) if s is not Status.OK]
                 if good:
                     self.statuses[Status.OK] += len(good)
+                    num_stored += len(good)
                 self._end_parts(job, good, PartState.STORED)
                 for span, _ in lost:
                     extents[span].abort()
@@ -350,8 +367,8 @@ class Sender:
                     self._refuse(job, lost, has_begun=True)
                 tokens = sum([job.chunks[span].num_tokens for span in good])
                 self.num_bytes += owned.num_tiles * tokens * self._space.spec.row_bytes
-        except Exception:
-            log.exception("a commit failed; its chunks are aborted")
+        except Exception as error:
+            _log_failure("a commit failed; its chunks are aborted", error)
             lost_spans = [span for span in filled if span not in known]
             for span in reversed(lost_spans):
                 extents[span].abort()
@@ -359,7 +376,8 @@ class Sender:
         finally:
             self._space.close_all(list(extents.values()))
             self._filling.difference_update([job.chunks[span].key for span in filled])
-            self.timings.append(time.monotonic() - job.taken_s)
+            if num_stored:
+                self.timings.append(time.monotonic() - job.taken_s)
 
     # ---- aborting -----------------------------------------------------------------------------------------------
     def _cut(self, job: SaveJob, num_kept: int) -> None:
@@ -382,18 +400,20 @@ class Sender:
                 if (target := job.targets.pop(span, None)) is not None:
                     self._filling.discard(job.chunks[span].key)
                     target.extent.abort()
-            self._abort([job.chunks[span] for span in lost])
+            self._abort([(job.names[span], job.chunks[span]) for span in lost])
         finally:
             self._end_parts(job, lost, PartState.ABORTED)
 
-    def _abort(self, chunks: Sequence[ChunkRef]) -> None:
+    def _abort(self, tries: Sequence[tuple[str, ChunkRef]]) -> None:
         """Abort chunks of which nothing more comes, but not those that another job is filling."""
-        self._aborts.abort([chunk for chunk in chunks if chunk.key not in self._filling])
+        self._aborts.abort([(name, chunk) for name, chunk in tries if chunk.key not in self._filling])
 
     def _refuse(self, job: SaveJob, refused: Sequence[tuple[int, Status]], *, has_begun: bool) -> None:
         """Note chunks that this rank does not save, and abort those that nobody else will."""
         self.statuses.update([status for _, status in refused])
-        self._aborts.abort_failed([(job.chunks[span], status) for span, status in refused], has_begun=has_begun)
+        outcome = [(job.names[span], job.chunks[span], status) for span, status in refused]
+        self._aborts.abort_failed(outcome, has_begun=has_begun)
+        self.watched.add([(name, chunk) for name, chunk, status in outcome if status == Status.BUSY])
         for span, status in refused:
             self._end_parts(job, [span], PartState.ABORTED if status.failed else PartState.SKIPPED)
 
@@ -435,7 +455,13 @@ class Sender:
         ):  # a chunk is counted once: where it fails, or with its last layers
             self.statuses.update([status for status in outcome if status.stored])
             self._end_parts(job, numbers, PartState.STORED)
-            self.timings.append(time.monotonic() - job.taken_s)
+            if Status.OK in outcome:
+                self.timings.append(time.monotonic() - job.taken_s)
+
+
+def _log_failure(what: str, error: Exception) -> None:
+    """With a traceback, unless the pool was closed under a save: whoever closed it knows why."""
+    log.warning("%s: %s", what, error, exc_info=None if isinstance(error, StoreClosedError) else error)
 
 
 def _first_full(extents: Sequence[Reservation]) -> int | None:

@@ -307,8 +307,11 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         figures = None if self._member is None else self._member.figures
         if self.role == KVConnectorRole.WORKER:
             moved = replace(self._worker.stats(), step_seconds=self.step_seconds)
-            return self._reporter.worker(moved, self._worker.take_load_times(), figures)
-        return None if self._steps is None else self._reporter.scheduler(self._steps.side.counts.stats(), figures)
+            return self._reporter.worker(moved, self._worker.take_times(), figures)
+        if self._steps is None:
+            return None
+        counts = self._steps.side.counts
+        return self._reporter.scheduler(counts.stats(), counts.take_times(), figures)
 
     def shutdown(self) -> None:
         """Finish what is being saved."""

@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from headwater.connector.metrics import (
     own_values,
     transfer_values,
 )
-from headwater.connector.stats import TransferStats
+from headwater.connector.stats import Times, TransferStats
 from headwater.integrations.vllm.declined import LOGGER
 from headwater.pool.pool import Pool
 
@@ -163,19 +163,17 @@ class Reporter:
     def __init__(self) -> None:
         self._differences = Differences()
 
-    def worker(
-        self, stats: TransferStats, load_times: Sequence[float], pool: PoolFigures | None
-    ) -> HeadwaterStats | None:
+    def worker(self, stats: TransferStats, times: Times, pool: PoolFigures | None) -> HeadwaterStats | None:
         """What a rank has done; None where that is nothing."""
-        times: Data = {_HISTOGRAMS["load_times"]: {"": list(load_times)}} if load_times else {}
-        return self._report(transfer_values(stats, Source.WORKER), times | (pool.take(host_wide=False) if pool else {}))
+        return self._report(transfer_values(stats, Source.WORKER), times, pool.take(host_wide=False) if pool else {})
 
-    def scheduler(self, stats: TransferStats, pool: PoolFigures | None) -> HeadwaterStats | None:
+    def scheduler(self, stats: TransferStats, times: Times, pool: PoolFigures | None) -> HeadwaterStats | None:
         """What the scheduler's side has done; None where that is nothing."""
-        return self._report(transfer_values(stats, Source.SCHEDULER), pool.take(host_wide=True) if pool else {})
+        return self._report(transfer_values(stats, Source.SCHEDULER), times, pool.take(host_wide=True) if pool else {})
 
-    def _report(self, values: Values, others: Data) -> HeadwaterStats | None:
-        found = HeadwaterStats(data=self._differences.since(values) | others)
+    def _report(self, values: Values, times: Times, others: Data) -> HeadwaterStats | None:
+        durations: Data = {_HISTOGRAMS[field]: {"": seconds} for field, seconds in times.items() if seconds}
+        found = HeadwaterStats(data=self._differences.since(values) | durations | others)
         return None if found.is_empty() else found
 
 

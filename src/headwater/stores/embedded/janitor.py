@@ -153,11 +153,16 @@ class Janitor:
         if parent.record.kind in (SPACE, ROOT) and not self._index.counts(parent_cell)[0]:
             self.remove([parent])
 
-    def expired(self, entry: Entry) -> bool:
-        """Whether a pending record's writers are dead, or have committed nothing for too long."""
+    def expired(self, entry: Entry, published: set[int] | None = None) -> bool:
+        """Whether a pending record's writers are dead, or have committed nothing for too long. One that is for a single
+        filler dies with that process, whoever else of its group lives. `published`: what living processes touch."""
         now, used = time.time_ns(), self._index.age(entry.cell)
         since = max(entry.record.created_ns, used) if used <= now else entry.record.created_ns
-        return now - since > MAX_PENDING_NS or not self._members.group_alive(entry.record.group)
+        if now - since > MAX_PENDING_NS or not self._members.group_alive(entry.record.group):
+            return True
+        if not entry.record.is_exclusive:
+            return False
+        return entry.record.id not in (self._members.published() if published is None else published)
 
     # ---- eviction -----------------------------------------------------------------------------------------------
     def evict(self, need_units: int) -> bool:
@@ -265,11 +270,11 @@ class Janitor:
     # ---- sweeping -----------------------------------------------------------------------------------------------
     def sweep(self) -> int:
         """Free what is dead: limbo that nobody touches, reservations of the dead, orphans. How many records went."""
-        heads, words = self._index.used_heads(), self._index.words
+        heads, words, published = self._index.used_heads(), self._index.words, self._members.published()
         dead = []
         for cell in heads.cell[(heads.state == LIMBO) | (heads.state == PENDING)].tolist():
             entry = self._index.entry(cell)
-            if entry is not None and (entry.state == LIMBO or self.expired(entry)):
+            if entry is not None and (entry.state == LIMBO or self.expired(entry, published)):
                 words[Word.ABORTED] += entry.state == PENDING
                 dead.append(entry)
         removed = self.remove(dead)
@@ -319,7 +324,7 @@ class Janitor:
         index, record = self._index, entry.record
         held = bool(record.length) and record.id in published
         orphan = record.kind != SPACE and (record.parent_cell, record.parent_id) not in places
-        dead = orphan or (entry.state == PENDING and self.expired(entry)) or record.key in keys
+        dead = orphan or (entry.state == PENDING and self.expired(entry, published)) or record.key in keys
         if (dead or entry.state == LIMBO) and not held:
             return False
         if entry.state in (COMPLETE, EVICTING) and index.payload(entry) is None:

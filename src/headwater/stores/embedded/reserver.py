@@ -261,16 +261,15 @@ class Reserver:
         )
         # Making room may have swept an expired parent away, which a count of children does not prevent.
         above = self._index.entry(parent.cell, chunk.parent)
-        entry = None
-        if above is not None and above.record.id == parent.record.id:
+        entry, is_published = None, members.publish(record.id)  # before it can be seen: one that nobody fills is dead
+        if is_published and above is not None and above.record.id == parent.record.id:
             entry = self._insert(record, payload, PENDING, parent, now)
         if entry is None:
+            if is_published:
+                members.retract(record.id)
             janitor.free_units(Entry(0, 0, record, ()))
             return Status.FULL if above is not None else Status.NO_PARENT
         words[Word.PENDING] += length
-        if not members.publish(record.id):
-            janitor.remove([entry])
-            return Status.FULL
         return entry
 
 

@@ -195,7 +195,8 @@ class EmbeddedStore:
             return self._admin.pin(key, pinned, self._deadline(None))
 
     def abandon(self, keys: Sequence[bytes]) -> int:
-        with self._open():
+        # Also through a handle that was closed: another one keeps the group alive, and so whatever this one has begun.
+        with self._core.use():
             return self._admin.abandon(keys, self._deadline(None))
 
     def remove(self, root: RootRef, keys: Sequence[bytes]) -> list[Status]:
@@ -258,6 +259,12 @@ class EmbeddedStore:
 
         with self._open() as core, contextlib.suppress(DeadlineError, StoreDamagedError):
             core.transact(work, self._deadline(None))
+
+    def being_filled(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `stores.base.Store.being_filled`."""
+        with self._open() as core:
+            found = [core.index.find(key) for key in keys]
+            return [e is not None and e.state == PENDING and not core.janitor.expired(e) for e in found]
 
     def progress(self, key: bytes) -> int | None:
         """Of a pending chunk: when its writers last committed something; None where none is pending."""

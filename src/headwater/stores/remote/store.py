@@ -268,6 +268,10 @@ class RemoteStore:
         """Nothing is begun here that is not ended by the same call."""
         return 0
 
+    def being_filled(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `abandon`."""
+        return [False] * len(keys)
+
     def has(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Whether each chunk's manifest is there; None where the backend does not say so in time."""
         return self._reader.has(keys)

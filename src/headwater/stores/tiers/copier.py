@@ -24,7 +24,7 @@ from headwater.stores.base import Piece, Status
 from headwater.stores.embedded.export import Exported
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.events import EventKind, Follower
-from headwater.stores.tiers.lower import LowerTier
+from headwater.stores.tiers.lower import LowerTier, recheck
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
 from headwater.stores.workers import in_lanes
 
@@ -293,12 +293,13 @@ class Copier:
 
     def _put_verified(self, tier: LowerTier, batch: Sequence[Exported]) -> list[Status]:
         """Copy chunks. Those that do not verify, because a bit has flipped or a fetch brought them so, are removed from
-        the first tier; the slower one has not got them."""
+        the first tier, and from others that have the same damage; the slower one has not got them."""
         statuses = tier.put(batch)
         for item, status in zip(batch, statuses, strict=True):
             if status == Status.DAMAGED:
                 shard, scratch = whole_shard(item.root.space.spec), np.empty_like(item.tiles)
                 self._front.judge(item.root, Piece(item.chunk, shard, scratch), _EXPORT_DEADLINE_S)
+                recheck(self._tiers, item.root, item.chunk, _EXPORT_DEADLINE_S)
         return statuses
 
     def _put_chain(self, tier: LowerTier, item: Exported) -> None:

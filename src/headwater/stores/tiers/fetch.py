@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -24,7 +25,7 @@ from headwater.kv.topology import Split, whole_shard
 from headwater.stores.base import Filled, Filling, Lease, Piece, RootRef, Status, Tiles
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.embedded.ticket import Ticket
-from headwater.stores.tiers.lower import LowerTier
+from headwater.stores.tiers.lower import LowerTier, recheck
 from headwater.stores.workers import Workers
 
 log = logging.getLogger("headwater")
@@ -32,6 +33,7 @@ log = logging.getLogger("headwater")
 WINDOW_BYTES = 256 << 20
 """Reserved and filled together, unless a quarter of the pending room is less."""
 _THREADS = 2
+_RECHECK_S = 5.0
 _BUSY_PATIENCE_S, _BUSY_POLL_S = 0.1, 0.002
 
 
@@ -50,14 +52,21 @@ class Fetcher:
         num_there = there.index(False) if False in there else len(chunks)
         if num_there == len(chunks):
             return None
-        if self._pid != os.getpid():  # a forked child has none of its parent's threads
-            self._workers, self._pid = Workers(_THREADS, "headwater-fetch"), os.getpid()
         fetch = TierFetch(self, root, chunks, num_there, time.monotonic() + deadline_s)
         if self._can_keep(root, chunks[num_there:]):
-            self._workers.post(fetch.run)
+            self._post(fetch.run)
         else:
             fetch.end()
         return fetch
+
+    def recheck(self, root: RootRef, chunk: ChunkRef) -> None:
+        """Have a chunk that was damaged in the first tier looked at in the others. Does not wait."""
+        self._post(partial(recheck, self.tiers, root, chunk, _RECHECK_S))
+
+    def _post(self, work: Callable[[], None]) -> None:
+        if self._pid != os.getpid():  # a forked child has none of its parent's threads
+            self._workers, self._pid = Workers(_THREADS, "headwater-fetch"), os.getpid()
+        self._workers.post(work)
 
     def _can_keep(self, root: RootRef, chunks: Sequence[ChunkRef]) -> bool:
         """Whether the first tier should take these at all: their parent is there, and they do not sweep it clean."""
@@ -89,6 +98,7 @@ class TierFetch:
         self._from: dict[bytes, LowerTier] = {}
         self._lock = threading.Lock()
         self._is_released = False
+        self._started_s = self._ended_s = time.monotonic()
         self._done = threading.Event()
 
     # ---- for whoever asked --------------------------------------------------------------------------------------
@@ -101,6 +111,11 @@ class TierFetch:
     def num_kept(self) -> int:
         """See `stores.base.Fetch`."""
         return self._num_kept
+
+    @property
+    def seconds(self) -> float:
+        """See `stores.base.Fetch`."""
+        return (self._ended_s if self.is_done else time.monotonic()) - self._started_s
 
     def wait(self, deadline: float) -> bool:
         """See `stores.base.Fetch`."""
@@ -139,6 +154,7 @@ class TierFetch:
         except Exception:
             log.exception("a fetch failed; the rest is read from further down")
         finally:
+            self._ended_s = time.monotonic()
             self._done.set()
 
     def end(self) -> None:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Split, whole_shard
 from headwater.locks import ForkSafeLock
@@ -188,6 +190,16 @@ class RemoteTier:
             breaker_reason=breaker.reason,
             events="fleet" if self.store.has_log else "host",
         )
+
+
+def recheck(tiers: Sequence[LowerTier], root: RootRef, chunk: ChunkRef, deadline_s: float) -> None:
+    """A chunk was damaged in the first tier, and may have come from a lower one, unverified: read it in all of them. A
+    copy that does not verify is removed by that."""
+    shard = whole_shard(root.space.spec)
+    tiles = np.empty(shard.local_shape(root.space.spec, chunk.first_token, chunk.num_tokens), np.uint8)
+    for tier in tiers:
+        if tier.usable:
+            tier.store.read(root, [Piece(chunk, shard, tiles)], deadline_s)
 
 
 def _tally(counts: Counts, chunks: Sequence[Exported], statuses: Sequence[Status]) -> None:

@@ -136,6 +136,10 @@ class TieredStore:
                     found[i] = there
         return found
 
+    def being_filled(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `stores.base.Store.being_filled`."""
+        return self._front.being_filled(keys)
+
     def ages(self, keys: Sequence[bytes]) -> list[int]:
         """See `stores.base.Store.ages`."""
         return self._front.ages(keys)
@@ -163,8 +167,12 @@ class TieredStore:
         return statuses
 
     def judge(self, root: RootRef, piece: Piece, deadline_s: float | None = None) -> Status:
-        """See `stores.base.Store.judge`."""
-        return self._front.judge(root, piece, deadline_s)
+        """See `stores.base.Store.judge`. The same damage may be where the chunk was fetched from: that is looked at in
+        the background, because nobody may wait for a lower tier here."""
+        status = self._front.judge(root, piece, deadline_s)
+        if status == Status.DAMAGED:
+            self._fetcher.recheck(root, piece.chunk)
+        return status
 
     def read_shard(
         self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard, tiles: Tiles, deadline_s: float | None = None
