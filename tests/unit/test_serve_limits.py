@@ -87,15 +87,18 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.threads: list[int] = []
 
-    def encode(self, text: str) -> list[int]:
+    def text_bound(self) -> None:
+        return None
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         self.threads.append(threading.get_ident())
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         return bytes(token_ids).decode(errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode(messages[-1]["content"])
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return messages[-1]["content"]
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
@@ -174,7 +177,7 @@ def test_a_reader_that_never_reads_gives_its_slots_back_when_its_sequences_end()
 def test_calls_that_are_being_tokenised_count() -> None:
     async def test(rig: Rig) -> None:
         gate = threading.Event()
-        rig.tokenizer.encode = lambda text: gate.wait(5) and [1]  # type: ignore[assignment, method-assign, return-value]
+        rig.tokenizer.encode = lambda text, **_: gate.wait(5) and [1]  # type: ignore[assignment, method-assign, return-value]
         begins = [asyncio.create_task(rig.generator.begin(call(num_body_bytes=LARGE_BODY_BYTES + 1))) for _ in range(3)]
         await asyncio.sleep(0.05)
         gate.set()

@@ -129,7 +129,7 @@ class _Server:
     async def _call(self, request: Request, parse: Callable[[bytes, Limits], Call]) -> Call:
         body = await self._body(request)
         if len(body) > LARGE_BODY_BYTES:
-            return await asyncio.to_thread(parse, body, self._generator.limits)
+            return await self._generator.workers.call(lambda: parse(body, self._generator.limits))
         return parse(body, self._generator.limits)
 
     async def _body(self, request: Request) -> bytes:

@@ -93,7 +93,10 @@ async def _serve(
     stopping: asyncio.Task[bool],
 ) -> int:
     model = config.model_name
-    server = _make_server(config, client, tokenizer, model)
+    metrics = ServerMetrics(lambda: client.stats, {"version": __version__, "model": model})
+    limit = client.ready.max_num_seqs + config.max_waiting
+    generator = Generator(client, tokenizer, metrics, max_sequences=limit)
+    server = _make_server(config, generator)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     listening = asyncio.create_task(server.listening.wait())
     dying = asyncio.create_task(client.wait_dead())
@@ -105,14 +108,17 @@ async def _serve(
         if client.death is not None:
             hooks.on_death(str(client.death))
         code = 0 if stopping.done() and client.death is None else 1
-        # Closing the client ends every request with an error event, so that no connection has to be cut.
+        # Closing generator and client ends every request with an error event, so that no connection has to be cut.
         server.should_exit = True
+        generator.close()
         await client.close()
         await serving
         return code
     finally:
         listening.cancel()
         dying.cancel()
+        generator.close()
+        generator.workers.join()
 
 
 async def _start(
@@ -165,12 +171,10 @@ async def _in_daemon_thread(work: Callable[[], _Result]) -> _Result:
     return await done
 
 
-def _make_server(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, model: str) -> _Server:
-    metrics = ServerMetrics(lambda: client.stats, {"version": __version__, "model": model})
-    limit = client.ready.max_num_seqs + config.max_waiting
+def _make_server(config: ServerConfig, generator: Generator) -> _Server:
     app = create_app(
-        Generator(client, tokenizer, metrics, max_sequences=limit),
-        AppConfig(served_model_name=model, api_key=config.api_key, max_body_bytes=config.max_body_bytes),
+        generator,
+        AppConfig(served_model_name=config.model_name, api_key=config.api_key, max_body_bytes=config.max_body_bytes),
     )
     return _Server(
         uvicorn.Config(
