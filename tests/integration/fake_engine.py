@@ -4,9 +4,9 @@
     python fake_engine.py serve OPTIONS    a server around it; OPTIONS are ServerConfig's, as JSON
 
 Prompts: `say:TEXT` gives TEXT and ends; `count` gives a, b, c, … until max_tokens; `slow` does so at 20 ms a token;
-`crash` breaks the engine at its first token; `refuse` is rejected; `exit` ends the process without a word. The text
-`tokenise slowly…` takes the tokenizer half a minute. A token is a byte of UTF-8, and 256 ends a sequence. A page is 16
-tokens.
+`crash` breaks the engine at its first token; `refuse` is rejected; `exit` ends the process without a word; `hang` is a
+step that waits for ever, `toil` one that works for TOIL_S. The text `tokenise slowly…` takes the tokenizer half a
+minute. A token is a byte of UTF-8, and 256 ends a sequence. A page is 16 tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ EOS = 256
 VOCAB_SIZE = 300
 MAX_MODEL_LEN = 20_000
 NUM_PAGES = 1000
+TOIL_S = 5.0
 
 
 class ByteTokenizer:
@@ -107,6 +109,10 @@ class FakeEngine:
         prompt, params = self._requests[request_id]
         said = self._num_said[request_id]
         text = self._text(prompt)
+        if text == "hang":
+            threading.Event().wait()
+        if text == "toil" and not said:
+            _toil()
         if text == "crash":
             raise ZeroDivisionError("broken, as asked")
         answer = text.removeprefix("say:").encode() if text.startswith("say:") else None
@@ -130,6 +136,13 @@ class FakeEngine:
     @staticmethod
     def _text(prompt: Sequence[int]) -> str:
         return bytes(prompt).decode(errors="replace")
+
+
+def _toil() -> None:
+    """A step that moves on all the time."""
+    end_s = time.monotonic() + TOIL_S
+    while time.monotonic() < end_s:
+        sum(map(len, map(str, range(1000))))
 
 
 def create(config: EngineConfig, progress: Callable[[int, int], None]) -> Running:

@@ -26,7 +26,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 
-from fake_server import LONG, ROOT, TIMEOUT_S, Server, chat_body, events, is_alive, wait_until
+from fake_server import LONG, ROOT, TIMEOUT_S, Server, answer, chat_body, events, is_alive, request, wait_until
 
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import SamplingParams
@@ -192,7 +192,7 @@ def test_models_and_health(server: Server) -> None:
 def test_errors_have_openais_shape(
     server: Server, path: str, content: bytes, status: int, param: str | None, code: str | None
 ) -> None:
-    reply = server.http.post(path, content=content)
+    reply = server.http.post(path, content=content, headers={"content-type": "application/json"})
     error = reply.json()["error"]
     assert (reply.status_code, error["param"], error["code"]) == (status, param, code), error
     assert error.keys() == {"message", "type", "param", "code"}
@@ -233,11 +233,8 @@ def num_aborts(server: Server) -> int:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_aborted_and_its_pages_are_back(server: Server, stream: bool) -> None:
     before = num_aborts(server)
-    body = json.dumps(chat_body("slow", max_tokens=LONG, stream=stream, n=2)).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as sock:
-        sock.sendall(head.encode() + body)
+    fields = chat_body("slow", max_tokens=LONG, stream=stream, n=2)
+    with server.connect(request(fields, path="/v1/chat/completions")):
         wait_until(lambda: server.metric("requests_running") == 2)
     wait_until(lambda: num_aborts(server) == before + 2)
     wait_until(lambda: server.metric("requests_running") == server.metric("kv_pages_used") == 0)
@@ -245,42 +242,31 @@ def test_a_client_that_leaves_is_aborted_and_its_pages_are_back(server: Server, 
 
 
 def test_a_client_that_leaves_in_its_own_body_does_no_harm(server: Server) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
+    whole = request({"prompt": "x" * 1000})
     for _ in range(3):
-        with socket.create_connection((host, int(port))) as sock:
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        server.connect(whole[:-1000]).close()
     assert server.chat("say:hi").status_code == 200
 
 
 def test_a_client_that_does_not_read_takes_no_room_once_its_sequences_are_done(server: Server) -> None:
     """Eight sequences are all that the server takes; their answer of some 14 MB fills the kernel's buffers."""
-    host, port = server.url.removeprefix("http://").split(":")
     fields = {"prompt": "count", "n": 8, "max_tokens": 1300, "stream": True, "logprobs": 20}
-    body = json.dumps(fields).encode()
-    with socket.create_connection((host, int(port))) as sock:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        before = server.metric("generated_tokens_total")
-        sock.sendall(head.encode() + body)
+    before = server.metric("generated_tokens_total")
+    with server.connect(request(fields)):
         wait_until(lambda: server.metric("generated_tokens_total") > before)  # it may not be seen running
         wait_until(lambda: server.chat("say:room", n=8).status_code == 200)
 
 
 def test_a_client_that_does_not_read_holds_nobody_up_and_is_cut_off(server: Server) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
     # Some 20 MB of answer: more than the kernel's buffers take.
-    body = json.dumps({"prompt": "count", "max_tokens": 15_000, "stream": True, "logprobs": 20}).encode()
-    with socket.create_connection((host, int(port))) as sock:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        before, num_before = server.metric("generated_tokens_total"), num_aborts(server)
-        sock.sendall(head.encode() + body)
+    fields = {"prompt": "count", "max_tokens": 15_000, "stream": True, "logprobs": 20}
+    before, num_before = server.metric("generated_tokens_total"), num_aborts(server)
+    with server.connect(request(fields)) as sock:
         wait_until(lambda: server.metric("generated_tokens_total") > before)
         assert server.chat("say:hi").json()["choices"][0]["message"]["content"] == "hi"
         wait_until(lambda: num_aborts(server) == num_before + 1)
         wait_until(lambda: server.metric("requests_running") == server.metric("kv_pages_used") == 0)
-        sock.settimeout(TIMEOUT_S)
-        tail = b""
-        while piece := sock.recv(1 << 20):
-            tail = (tail + piece)[-4096:]
+        tail = answer(sock)[-4096:]
     assert b'"code":"client_too_slow"' in tail
     assert b"[DONE]" not in tail
 

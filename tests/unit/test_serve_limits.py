@@ -31,6 +31,7 @@ from headwater.serve.openai import LARGE_BODY_BYTES, Call, parse_completion
 from headwater.serve.server import _bound_socket, _in_daemon_thread
 
 EOS, OWN_EOS = 256, 257
+JSON = [(b"content-type", b"application/json")]
 READY = Ready(
     model="m",
     max_model_len=10_000,
@@ -115,7 +116,14 @@ class Rig:
         self.tokenizer = ByteTokenizer()
         metrics = ServerMetrics(Stats, {"version": "0", "model": "m"})
         self.generator = Generator(self.client, self.tokenizer, metrics, max_sequences=max_sequences)
-        config = AppConfig(served_model_name="m", api_key=None, max_body_bytes=1 << 24)
+        config = AppConfig(
+            served_model_name="m",
+            host="127.0.0.1",
+            api_key=None,
+            max_body_bytes=1 << 24,
+            max_total_body_bytes=1 << 24,
+            engine_timeout_s=60,
+        )
         self.app = create_app(self.generator, config)
 
     async def post(self, fields: dict[str, Any], send: Callable[[Any], Any]) -> None:
@@ -128,7 +136,7 @@ class Rig:
             return message
 
         path = "/v1/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
+        scope = {"type": "http", "method": "POST", "path": path, "headers": JSON, "query_string": b"", "root_path": ""}
         await self.app(scope, receive, send)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from headwater.engine.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from headwater.errors import RequestError
+from headwater.serve.errors import shown
 
 LARGE_BODY_BYTES = 4096
 """Larger bodies are read, checked and tokenised in a thread: they would keep the event loop for milliseconds."""
@@ -334,11 +335,6 @@ def _too_many_prompts(limits: Limits) -> RequestError:
 def _no_prompt() -> RequestError:
     text = "prompt: expected a string, a list of strings, a list of token ids or a list of such lists, none empty"
     return RequestError(text, param="prompt")
-
-
-def shown(text: str) -> str:
-    """A client's text for an error message, which shall not become as long as the request was."""
-    return repr(text if len(text) <= 100 else text[:97] + "...")
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...] | None:
