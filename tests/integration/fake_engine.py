@@ -4,8 +4,9 @@
     python fake_engine.py serve OPTIONS    a server around it; OPTIONS are ServerConfig's, as JSON
 
 Prompts: `say:TEXT` gives TEXT and ends; `count` gives a, b, c, … until max_tokens; `slow` does so at 20 ms a token;
-`crash` breaks the engine at its first token; `refuse` is rejected; `exit` ends the process without a word. A token is a
-byte of UTF-8, and 256 ends a sequence. A page is 16 tokens.
+`crash` breaks the engine at its first token; `refuse` is rejected; `exit` ends the process without a word; `hang` is a
+step that waits for ever, `toil` one that works for TOIL_S. The text `tokenise slowly…` takes the tokenizer half a
+minute. A token is a byte of UTF-8, and 256 ends a sequence. A page is 16 tokens.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from headwater.errors import ModelError, RequestError
+from headwater.models.text_bound import TextBound
 from headwater.serve.messages import Ready, Stats
 from headwater.serve.worker import Running, main
 
@@ -27,6 +30,7 @@ EOS = 256
 VOCAB_SIZE = 300
 MAX_MODEL_LEN = 20_000
 NUM_PAGES = 1000
+TOIL_S = 5.0
 
 
 class ByteTokenizer:
@@ -34,13 +38,20 @@ class ByteTokenizer:
 
     eos_token_ids = (EOS,)
 
-    def encode(self, text: str) -> list[int]:
+    def text_bound(self) -> TextBound:
+        return TextBound(1)
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        if text.startswith("tokenise slowly"):
+            time.sleep(30)
         return list(text.encode())
 
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        if any(message["role"] not in ("system", "user", "assistant") for message in messages):
+            raise RequestError("no such role", param="messages")
         if messages[-1]["content"] == "no template":
             raise RequestError("the template does not accept this, as asked", param="messages")
-        return self.encode(messages[-1]["content"])
+        return messages[-1]["content"]
 
     def token_text(self, token_id: int) -> str:
         return bytes([token_id]).decode(errors="replace") if token_id < EOS else "<end>"
@@ -105,6 +116,10 @@ class FakeEngine:
         prompt, params = self._requests[request_id]
         said = self._num_said[request_id]
         text = self._text(prompt)
+        if text == "hang":
+            threading.Event().wait()
+        if text == "toil" and not said:
+            _toil()
         if text == "crash":
             raise ZeroDivisionError("broken, as asked")
         answer = text.removeprefix("say:").encode() if text.startswith("say:") else None
@@ -128,6 +143,13 @@ class FakeEngine:
     @staticmethod
     def _text(prompt: Sequence[int]) -> str:
         return bytes(prompt).decode(errors="replace")
+
+
+def _toil() -> None:
+    """A step that moves on all the time."""
+    end_s = time.monotonic() + TOIL_S
+    while time.monotonic() < end_s:
+        sum(map(len, map(str, range(1000))))
 
 
 def create(config: EngineConfig, progress: Callable[[int, int], None]) -> Running:

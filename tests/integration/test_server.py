@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +25,8 @@ pytest.importorskip("msgspec")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-import httpx
+
+from fake_server import LONG, ROOT, TIMEOUT_S, Server, answer, chat_body, events, is_alive, request, wait_until
 
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import SamplingParams
@@ -35,76 +35,6 @@ from headwater.serve import client as client_module
 from headwater.serve.client import Arrival, EngineClient, Flight, Job
 
 import fake_engine
-
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 120.0
-LONG = 15_000
-"""Tokens of a `slow` answer that takes far longer than anything here may."""
-
-
-class Server:
-    """A server process around the fake engine."""
-
-    def __init__(self, aborts: Path, **options: Any) -> None:
-        self.aborts = aborts
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(Path(__file__).parent)])
-        self.process = subprocess.Popen(
-            [sys.executable, fake_engine.__file__, "serve", json.dumps({"port": 0, **options})],
-            env=os.environ | {"PYTHONPATH": path, "FAKE_ENGINE_ABORTS": str(aborts)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        self.url = json.loads(line)["url"] if line else ""
-        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
-
-    def chat(self, content: str, **fields: Any) -> Any:
-        return self.http.post("/v1/chat/completions", json=chat_body(content, **fields))
-
-    def metric(self, name: str) -> float:
-        for line in self.http.get("/metrics").text.splitlines():
-            if line.startswith(f"headwater_{name} "):
-                return float(line.split()[1])
-        raise AssertionError(f"no metric {name}")
-
-    def engine_pid(self) -> int:
-        (child,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(child)
-
-    def wait_exit(self) -> int:
-        return self.process.wait(TIMEOUT_S)
-
-    def close(self) -> None:
-        self.http.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.communicate(timeout=TIMEOUT_S)
-
-
-def chat_body(content: str, **fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": content}], **fields}
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
-
-
-def events(text: str) -> list[Any]:
-    """The data of a stream; [DONE] is None."""
-    data = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    return [None if item == "[DONE]" else json.loads(item) for item in data]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +233,7 @@ def test_models_and_health(server: Server) -> None:
 def test_errors_have_openais_shape(
     server: Server, path: str, content: bytes, status: int, param: str | None, code: str | None
 ) -> None:
-    reply = server.http.post(path, content=content)
+    reply = server.http.post(path, content=content, headers={"content-type": "application/json"})
     error = reply.json()["error"]
     assert (reply.status_code, error["param"], error["code"]) == (status, param, code), error
     assert error.keys() == {"message", "type", "param", "code"}
@@ -344,11 +274,8 @@ def num_aborts(server: Server) -> int:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_aborted_and_its_pages_are_back(server: Server, stream: bool) -> None:
     before = num_aborts(server)
-    body = json.dumps(chat_body("slow", max_tokens=LONG, stream=stream, n=2)).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as sock:
-        sock.sendall(head.encode() + body)
+    fields = chat_body("slow", max_tokens=LONG, stream=stream, n=2)
+    with server.connect(request(fields, path="/v1/chat/completions")):
         wait_until(lambda: server.metric("requests_running") == 2)
     wait_until(lambda: num_aborts(server) == before + 2)
     wait_until(lambda: server.metric("requests_running") == server.metric("kv_pages_used") == 0)
@@ -356,42 +283,31 @@ def test_a_client_that_leaves_is_aborted_and_its_pages_are_back(server: Server, 
 
 
 def test_a_client_that_leaves_in_its_own_body_does_no_harm(server: Server) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
+    whole = request({"prompt": "x" * 1000})
     for _ in range(3):
-        with socket.create_connection((host, int(port))) as sock:
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        server.connect(whole[:-1000]).close()
     assert server.chat("say:hi").status_code == 200
 
 
 def test_a_client_that_does_not_read_takes_no_room_once_its_sequences_are_done(server: Server) -> None:
     """Eight sequences are all that the server takes; their answer of some 14 MB fills the kernel's buffers."""
-    host, port = server.url.removeprefix("http://").split(":")
     fields = {"prompt": "count", "n": 8, "max_tokens": 1300, "stream": True, "logprobs": 20}
-    body = json.dumps(fields).encode()
-    with socket.create_connection((host, int(port))) as sock:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        before = server.metric("generated_tokens_total")
-        sock.sendall(head.encode() + body)
+    before = server.metric("generated_tokens_total")
+    with server.connect(request(fields)):
         wait_until(lambda: server.metric("generated_tokens_total") > before)  # it may not be seen running
         wait_until(lambda: server.chat("say:room", n=8).status_code == 200)
 
 
 def test_a_client_that_does_not_read_holds_nobody_up_and_is_cut_off(server: Server) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
     # Some 20 MB of answer: more than the kernel's buffers take.
-    body = json.dumps({"prompt": "count", "max_tokens": 15_000, "stream": True, "logprobs": 20}).encode()
-    with socket.create_connection((host, int(port))) as sock:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        before, num_before = server.metric("generated_tokens_total"), num_aborts(server)
-        sock.sendall(head.encode() + body)
+    fields = {"prompt": "count", "max_tokens": 15_000, "stream": True, "logprobs": 20}
+    before, num_before = server.metric("generated_tokens_total"), num_aborts(server)
+    with server.connect(request(fields)) as sock:
         wait_until(lambda: server.metric("generated_tokens_total") > before)
         assert server.chat("say:hi").json()["choices"][0]["message"]["content"] == "hi"
         wait_until(lambda: num_aborts(server) == num_before + 1)
         wait_until(lambda: server.metric("requests_running") == server.metric("kv_pages_used") == 0)
-        sock.settimeout(TIMEOUT_S)
-        tail = b""
-        while piece := sock.recv(1 << 20):
-            tail = (tail + piece)[-4096:]
+        tail = answer(sock)[-4096:]
     assert b'"code":"client_too_slow"' in tail
     assert b"[DONE]" not in tail
 

@@ -74,6 +74,33 @@ def test_options_arrive(served: list[ServerConfig], monkeypatch: pytest.MonkeyPa
     assert served == [replace(DEFAULTS, engine=engine, **server)]
 
 
+def test_bounds_and_certificates_arrive(served: list[ServerConfig]) -> None:
+    args = "--ssl-certfile c --ssl-keyfile k --max-body-bytes 5 --max-total-body-bytes 6 --max-connections 7"
+    assert invoke("serve", *args.split(), "--header-timeout", "1.5", "--engine-timeout", "30").exit_code == 0
+    server = {"ssl_certfile": "c", "ssl_keyfile": "k", "max_body_bytes": 5, "max_total_body_bytes": 6}
+    times = {"max_connections": 7, "header_timeout_s": 1.5, "engine_timeout_s": 30.0}
+    assert served == [replace(DEFAULTS, **server, **times)]
+
+
+@pytest.mark.parametrize(
+    ("args", "warning"),
+    [
+        ([], ""),
+        (["--api-key", "k"], ""),
+        (["--host", "0.0.0.0", "--api-key", "k"], "the API key crosses the network in plain text"),
+        (["--host", "0.0.0.0", "--api-key", "k", "--ssl-certfile", "c"], ""),
+        (["--host", "0.0.0.0", "--insecure"], "everybody who can reach this address"),
+    ],
+)
+def test_what_crosses_a_network_unprotected_is_said(
+    served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, args: list[str], warning: str
+) -> None:
+    monkeypatch.delenv("HEADWATER_API_KEY", raising=False)
+    said = invoke("serve", *args).stderr
+    assert ("warning:" in said) == bool(warning)
+    assert warning in said
+
+
 @pytest.mark.parametrize(
     ("args", "pool"),
     [
@@ -103,6 +130,8 @@ def test_a_pool_is_used_unless_told_otherwise(
         (["serve", "--pool", "memory://,redis://h/0", "--tensor-parallel-size", "2"], EngineConfigError),
         (["serve", "--page-size", "0"], EngineConfigError),
         (["serve", "--host", "0.0.0.0"], EngineConfigError),
+        (["serve", "--ssl-keyfile", "k"], EngineConfigError),
+        (["serve", "--max-body-bytes", "9", "--max-total-body-bytes", "8"], EngineConfigError),
         (["serve", "--dtype", "int3"], EngineConfigError),
         (["generate", ""], InvalidArgumentError),
         (["generate", "x", "--raw", "--system", "y"], InvalidArgumentError),

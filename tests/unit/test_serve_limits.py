@@ -31,6 +31,7 @@ from headwater.serve.openai import LARGE_BODY_BYTES, Call, parse_completion
 from headwater.serve.server import _bound_socket, _in_daemon_thread
 
 EOS, OWN_EOS = 256, 257
+JSON = [(b"content-type", b"application/json")]
 READY = Ready(
     model="m",
     max_model_len=10_000,
@@ -87,15 +88,18 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.threads: list[int] = []
 
-    def encode(self, text: str) -> list[int]:
+    def text_bound(self) -> None:
+        return None
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         self.threads.append(threading.get_ident())
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         return bytes(token_ids).decode(errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode(messages[-1]["content"])
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return messages[-1]["content"]
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
@@ -115,7 +119,14 @@ class Rig:
         self.tokenizer = ByteTokenizer()
         metrics = ServerMetrics(Stats, {"version": "0", "model": "m"})
         self.generator = Generator(self.client, self.tokenizer, metrics, max_sequences=max_sequences)
-        config = AppConfig(served_model_name="m", api_key=None, max_body_bytes=1 << 24)
+        config = AppConfig(
+            served_model_name="m",
+            host="127.0.0.1",
+            api_key=None,
+            max_body_bytes=1 << 24,
+            max_total_body_bytes=1 << 24,
+            engine_timeout_s=60,
+        )
         self.app = create_app(self.generator, config)
 
     async def post(self, fields: dict[str, Any], send: Callable[[Any], Any]) -> None:
@@ -128,7 +139,7 @@ class Rig:
             return message
 
         path = "/v1/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
+        scope = {"type": "http", "method": "POST", "path": path, "headers": JSON, "query_string": b"", "root_path": ""}
         await self.app(scope, receive, send)
 
     def close(self) -> None:
@@ -177,7 +188,7 @@ def test_a_reader_that_never_reads_gives_its_slots_back_when_its_sequences_end()
 def test_calls_that_are_being_tokenised_count() -> None:
     async def test(rig: Rig) -> None:
         gate = threading.Event()
-        rig.tokenizer.encode = lambda text: gate.wait(5) and [1]  # type: ignore[assignment, method-assign, return-value]
+        rig.tokenizer.encode = lambda text, **_: gate.wait(5) and [1]  # type: ignore[assignment, method-assign, return-value]
         begins = [asyncio.create_task(rig.generator.begin(call(num_body_bytes=LARGE_BODY_BYTES + 1))) for _ in range(3)]
         await asyncio.sleep(0.05)
         gate.set()

@@ -14,6 +14,7 @@ from headwater.cli.engine_options import PANEL, engine_options, needs_extra
 from headwater.cli.output import one_line, progress
 from headwater.engine.config import EngineConfig
 from headwater.errors import InvalidArgumentError
+from headwater.serve.addresses import is_loopback
 from headwater.serve.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -50,6 +51,34 @@ def serve(
             help="Refuse requests without a cache_salt, so that no client learns from cached tokens what others asked.",
         ),
     ] = False,
+    ssl_certfile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Speak HTTPS with this certificate chain (PEM).")
+    ] = None,
+    ssl_keyfile: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Its private key, without a passphrase; if not given, in the same file."),
+    ] = None,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Size of one request; a larger one is refused with status 413.")
+    ] = ServerConfig.max_body_bytes,
+    max_total_body_bytes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Size of all requests that are being read; more are refused with status 503, short ones not.",
+        ),
+    ] = ServerConfig.max_total_body_bytes,
+    max_connections: Annotated[
+        int,
+        typer.Option(min=1, help="Connections at a time; idle ones make room for more, else these get status 503."),
+    ] = ServerConfig.max_connections,
+    header_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a client may take to send the headers of a request.")
+    ] = ServerConfig.header_timeout_s,
+    engine_timeout: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds without a sign of life of the engine, after which /health answers with 503."),
+    ] = ServerConfig.engine_timeout_s,
     pool: Annotated[
         str | None,
         typer.Option(
@@ -77,9 +106,18 @@ def serve(
         insecure=insecure,
         max_waiting=max_waiting,
         requires_cache_salt=require_cache_salt,
+        max_body_bytes=max_body_bytes,
+        max_total_body_bytes=max_total_body_bytes,
+        max_connections=max_connections,
+        header_timeout_s=header_timeout,
+        engine_timeout_s=engine_timeout,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
     )
     if insecure and api_key is None:
         typer.echo("warning: --insecure: everybody who can reach this address can use the model", err=True)
+    if api_key is not None and ssl_certfile is None and not is_loopback(host):
+        typer.echo("warning: the API key crosses the network in plain text; --ssl-certfile encrypts it", err=True)
     typer.echo(f"… loading {one_line(config.model)}", err=True)
     with ExitStack() as bar:
         on_progress = bar.enter_context(progress("loading"))

@@ -69,7 +69,7 @@ class SamplingParams:
         _check(
             "stop",
             len(self.stop) <= MAX_STOP_STRINGS and all(self.stop),
-            list(self.stop),
+            list(self.stop[:8]),
             f"at most {MAX_STOP_STRINGS} strings, none empty",
         )
         _check(

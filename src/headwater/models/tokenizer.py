@@ -5,12 +5,14 @@ Nothing here knows of requests: `headwater.serve` finds stop strings and counts 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from headwater.errors import ModelError, RequestError
 from headwater.models.config import ModelConfig
+from headwater.models.text_bound import TextBound, text_bound
 from headwater.models.token_bytes import TokenBytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -42,6 +44,11 @@ class Tokenizer:
         """Whether `apply_chat_template` can work."""
         return bool(self._backend.chat_template)
 
+    def text_bound(self) -> TextBound | None:
+        """Bytes of text that one token stands for at most; None where that has no limit. Parses the vocabulary."""
+        rust = getattr(self._backend, "backend_tokenizer", None)
+        return None if rust is None else text_bound(json.loads(rust.to_str()))
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text, begun as the model was trained to have it unless `add_special` is False."""
         return list(self._backend.encode(text, add_special_tokens=add_special))
@@ -67,7 +74,16 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
     ) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer; `options` go to the template.
+        """Token ids of a conversation, ready for the model's answer: `encode` of `render_chat`, which see."""
+        rendered = self.render_chat(messages, add_generation_prompt, **options)
+        # The template writes the special tokens itself.
+        return self.encode(rendered, add_special=False)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+    ) -> str:
+        """The text of a conversation, ready for the model's answer and for `encode` without special tokens; `options`
+        go to the template.
 
         Raises ModelError where the checkpoint has no template, and RequestError where the template does not accept
         these messages.
@@ -78,7 +94,7 @@ class Tokenizer:
                 "of an instruction-tuned model"
             )
         try:
-            rendered = self._backend.apply_chat_template(
+            rendered: str = self._backend.apply_chat_template(
                 [dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
@@ -88,8 +104,7 @@ class Tokenizer:
             reason = str(error) or type(error).__name__
             text = f"the chat template does not accept these messages: {reason}"
             raise RequestError(text, param="messages") from error
-        # The template writes the special tokens itself.
-        return self.encode(rendered, add_special=False)
+        return rendered
 
 
 def load_tokenizer(folder: Path, config: ModelConfig, gguf_file: str | None = None) -> Tokenizer:

@@ -23,10 +23,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headwater.errors import EngineDeadError, HeadwaterError, RequestError
-from headwater.serve.errors import error_reply
+from headwater.serve.connections import BodyBudget, BodyRoom
+from headwater.serve.errors import error_reply, one_line, shown
 from headwater.serve.generation import Generation, Generator
+from headwater.serve.guard import keep_pages_out, require_json
 from headwater.serve.metrics import ServerMetrics
-from headwater.serve.openai import LARGE_BODY_BYTES, Call, Limits, parse_chat, parse_completion, shown
+from headwater.serve.openai import LARGE_BODY_BYTES, Call, Limits, parse_chat, parse_completion
 from headwater.serve.replies import ChatReply, Choice, CompletionReply, Reply
 
 BODY_TIMEOUT_S = 60.0
@@ -52,8 +54,12 @@ class AppConfig:
     """How the server presents itself."""
 
     served_model_name: str
+    host: str
+    """The address it listens on."""
     api_key: str | None
     max_body_bytes: int
+    max_total_body_bytes: int
+    engine_timeout_s: float
     requires_cache_salt: bool = False
 
 
@@ -74,9 +80,11 @@ def create_app(generator: Generator, config: AppConfig) -> ASGIApp:
         ClientDisconnect: _on_client_gone,
         Exception: _on_error,
     }
-    app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
+    app: ASGIApp = require_json(Starlette(routes=routes, exception_handlers=handlers), _refuse)
     if config.api_key is not None:
         app = _require_key(app, config.api_key)
+    else:
+        app = keep_pages_out(app, config.host, _refuse)
     paths = frozenset(route.path for route in routes)
     return _count_requests(app, generator.metrics, paths)
 
@@ -88,14 +96,15 @@ class _Server:
         self._generator = generator
         self._config = config
         self._started = int(time.time())
+        self._budget = BodyBudget(config.max_total_body_bytes)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        return self._answer(await self._call(request, parse_chat), ChatReply)
+        return await self._answer(request, parse_chat, ChatReply)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        return self._answer(await self._call(request, parse_completion), CompletionReply)
+        return await self._answer(request, parse_completion, CompletionReply)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -107,9 +116,16 @@ class _Server:
         return _json(self._card())
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine lives, 503 when it is gone. (Before it is ready, connections wait.)"""
-        if self._generator.client.death is not None:
-            raise self._generator.client.death
+        """200 while the engine lives, 503 when it is gone or hangs. (Before it is ready, connections wait.)"""
+        client = self._generator.client
+        if client.death is not None:
+            raise client.death
+        if client.silent_s > self._config.engine_timeout_s:
+            text = (
+                f"the engine gave no sign of life for {client.silent_s:.1f} s; expected one within "
+                f"{self._config.engine_timeout_s:g} s"
+            )
+            raise RequestError(text, code="engine_hung")
         return _json({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
@@ -117,25 +133,28 @@ class _Server:
         page, content_type = self._generator.metrics.render(request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
 
-    def _answer(self, call: Call, kind: type[Reply]) -> Response:
-        self._check_model(call.model)
-        if self._config.requires_cache_salt and call.cache_salt is None:
-            raise RequestError("this server needs a cache_salt in every request", param="cache_salt")
+    async def _answer(self, request: Request, parse: Callable[[bytes, Limits], Call], kind: type[Reply]) -> Response:
+        room = self._budget.room()
+        with room.released_on_error():
+            call = await self._call(request, parse, room)
+            self._check_model(call.model)
+            if self._config.requires_cache_salt and call.cache_salt is None:
+                raise RequestError("this server needs a cache_salt in every request", param="cache_salt")
         reply = kind(
             self._config.served_model_name,
             self._generator.tokenizer,
             with_logprobs=call.params.logprobs is not None,
             include_usage=call.include_usage,
         )
-        return (StreamedAnswer if call.stream else WholeAnswer)(self._generator, call, reply)
+        return (StreamedAnswer if call.stream else WholeAnswer)(self._generator, call, reply, room)
 
-    async def _call(self, request: Request, parse: Callable[[bytes, Limits], Call]) -> Call:
-        body = await self._body(request)
+    async def _call(self, request: Request, parse: Callable[[bytes, Limits], Call], room: BodyRoom) -> Call:
+        body = await self._body(request, room)
         if len(body) > LARGE_BODY_BYTES:
-            return await asyncio.to_thread(parse, body, self._generator.limits)
+            return await self._generator.workers.call(lambda: parse(body, self._generator.limits))
         return parse(body, self._generator.limits)
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request, room: BodyRoom) -> bytes:
         limit = self._config.max_body_bytes
         body = bytearray()
         try:
@@ -145,6 +164,7 @@ class _Server:
                     if len(body) > limit:
                         text = f"the body is larger than the {limit} bytes this server takes"
                         raise RequestError(text, code="request_too_large")
+                    room.grow(len(body))
         except TimeoutError:
             text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
             raise RequestError(text, code="request_timeout") from None
@@ -168,8 +188,9 @@ class _Server:
 class _Answer(Response):
     """A response that is made while it is sent, and no longer than somebody waits for it."""
 
-    def __init__(self, generator: Generator, call: Call, reply: Reply) -> None:
+    def __init__(self, generator: Generator, call: Call, reply: Reply, room: BodyRoom) -> None:
         super().__init__()
+        self._room = room
         self._generator = generator
         self._call = call
         self._reply = reply
@@ -180,9 +201,12 @@ class _Answer(Response):
         except ClientStalledError as error:
             # Nothing can be said to it. The response stays incomplete, and the connection is closed for that.
             log.warning("%s: %s", scope["path"], error)
+        finally:
+            self._room.release()
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         with await self._generator.begin(self._call) as generation:
+            self._room.release()  # only tokens are left of the body
             await self._send(generation, scope, receive, send)
 
     async def _send(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
@@ -290,7 +314,7 @@ def _require_key(app: ASGIApp, api_key: str) -> ASGIApp:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, expected):
                 error = RequestError("the API key is missing or wrong", code="invalid_api_key")
-                await _error_response(error)(scope, receive, send)
+                await _refuse(error, scope, receive, send)
                 return
         await app(scope, receive, send)
 
@@ -332,17 +356,21 @@ def _error_response(error: Exception) -> Response:
     return Response(body, status, headers, media_type="application/json")
 
 
+async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+    await _error_response(error)(scope, receive, send)
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     # The engine's death is reported once, by whoever ends the server.
     if isinstance(error, HeadwaterError) and not isinstance(error, RequestError | EngineDeadError):
-        log.error("%s %s: %s", request.method, request.url.path, error)
+        log.error("%s %s: %s", request.method, shown(request.url.path), one_line(str(error)))
     return _error_response(error)
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
     """Starlette's own: no such path, or not with this method."""
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    text = f"{request.method} {request.url.path}: {error.detail}"
+    text = f"{shown(request.method)} {shown(request.url.path)}: {error.detail}"
     return _error_response(RequestError(text, code=code))
 
 

@@ -22,6 +22,7 @@ from headwater.serve.messages import (
     Abort,
     Failed,
     FromEngine,
+    Heartbeat,
     Outputs,
     Progress,
     Ready,
@@ -137,6 +138,7 @@ class EngineClient:
         self._num_requests = 0
         self._death: EngineDeadError | None = None
         self._dead = asyncio.Event()
+        self._last_life_s = time.monotonic()
         self._reading = asyncio.create_task(self._read())
         self._watching = asyncio.create_task(self._watch())
 
@@ -170,6 +172,11 @@ class EngineClient:
     def death(self) -> EngineDeadError | None:
         """Why the engine is gone; None while it lives."""
         return self._death
+
+    @property
+    def silent_s(self) -> float:
+        """How long ago the engine last gave a sign of life: a message, or a heartbeat while its step moved on."""
+        return time.monotonic() - self._last_life_s
 
     @property
     def num_in_flight(self) -> int:
@@ -235,7 +242,11 @@ class EngineClient:
 
     def _handle(self, message: FromEngine) -> str | None:
         """Take one message; the reason of the engine's death if it is that."""
+        still_s = message.still_s if isinstance(message, Heartbeat) else 0.0
+        self._last_life_s = time.monotonic() - still_s
         match message:
+            case Heartbeat():
+                pass
             case Outputs(outputs):
                 for output in outputs:
                     # What comes for a request that was aborted meanwhile is dropped here.
@@ -281,7 +292,7 @@ async def _handshake(
                     ready = message
                 case StartFailed(text, kind):
                     raise _error_of(kind, text)
-                case Stats():
+                case Stats() | Heartbeat():
                     pass  # sent right after Ready; the next one comes soon
                 case _:
                     raise EngineError(f"the engine sent {type(message).__name__} before it was ready")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headwater.engine.config import EngineConfig
 from headwater.errors import EngineConfigError
+from headwater.serve.addresses import is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,19 @@ class ServerConfig:
     """Serve a network without asking for a key."""
     max_waiting: int = 256
     """Sequences that may wait besides the `max_num_seqs` that run; more are refused with 429."""
-    max_body_bytes: int = 16 << 20
     requires_cache_salt: bool = False
     """Refuse requests that would share KV with everybody."""
+    max_body_bytes: int = 16 << 20
+    """Of one request."""
+    max_total_body_bytes: int = 64 << 20
+    """Of all requests that are not tokenised yet."""
+    max_connections: int = 512
+    header_timeout_s: float = 10.0
+    """How long a connection may take to send the headers of a request, and to begin one."""
+    engine_timeout_s: float = 60.0
+    """After so long without a sign of life from the engine, /health answers 503."""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
 
     @property
     def model_name(self) -> str:
@@ -36,17 +46,15 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise EngineConfigError("the API key must be printable ASCII and not empty")
-        if not (self.api_key or self.insecure or _is_loopback(self.host)):
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise EngineConfigError("--ssl-keyfile needs --ssl-certfile")
+        if self.max_total_body_bytes < self.max_body_bytes:
+            raise EngineConfigError(
+                f"--max-total-body-bytes is {self.max_total_body_bytes}; expected at least --max-body-bytes, "
+                f"{self.max_body_bytes}"
+            )
+        if not (self.api_key or self.insecure or is_loopback(self.host)):
             raise EngineConfigError(
                 f"--host {self.host} can be reached from other machines; give --api-key (or HEADWATER_API_KEY), "
                 "or --insecure to serve everybody"
             )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

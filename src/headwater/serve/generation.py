@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
-from headwater.errors import HeadwaterError, ModelError, RequestError
+from headwater.errors import HeadwaterError, RequestError
 from headwater.models.tokenizer import StreamDecoder
 from headwater.serve.client import Arrival, EngineClient, Flight, Job
 from headwater.serve.metrics import ServerMetrics
-from headwater.serve.openai import LARGE_BODY_BYTES, Call, Limits, too_long
+from headwater.serve.openai import LARGE_BODY_BYTES, Call, Limits
 from headwater.serve.output import Delta, TextOutput, stopping_at
 from headwater.serve.replies import Usage
+from headwater.serve.tokenising import Encoder, TextLimits, at_once, tokenise
+from headwater.serve.workers import Workers
 
 
-class Tokenizer(Protocol):
+class Tokenizer(Encoder, Protocol):
     """What the server needs of `headwater.models.tokenizer.Tokenizer`. Calls may come from several threads at once."""
 
     @property
     def eos_token_ids(self) -> Sequence[int]: ...
-    def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str: ...
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int, *, begins_text: bool = False) -> bytes | None: ...
 
@@ -50,10 +49,13 @@ class Generator:
         self.client = client
         self.tokenizer = tokenizer
         self.metrics = metrics
+        self.workers = Workers()
+        """For what would keep the event loop too long."""
         self._max_sequences = max_sequences
         self._num_preparing = 0
         """Sequences of calls that are being tokenised."""
         ready = client.ready
+        self._text_limits = TextLimits(ready.max_model_len, tokenizer.text_bound())
         # The engine stops at the ids of the checkpoint's configs; some checkpoints name one in the tokenizer alone.
         own = set(tokenizer.eos_token_ids) - set(ready.eos_token_ids)
         self._end_ids = sorted(token_id for token_id in own if token_id < ready.vocab_size)
@@ -61,7 +63,11 @@ class Generator:
     @property
     def limits(self) -> Limits:
         """What of a call can be refused before it is looked at closely."""
-        return Limits(self._max_sequences, self.client.ready.max_model_len)
+        return Limits(self._max_sequences, self._text_limits.max_model_len, self._text_limits.max_call_tokens)
+
+    def close(self) -> None:
+        """Fail what is being tokenised; calls fail from now on. Idempotent."""
+        self.workers.close()
 
     async def begin(self, call: Call) -> Generation:
         """Tokenise and send to the engine. Raises RequestError for what the engine or this server cannot take now."""
@@ -94,29 +100,17 @@ class Generator:
         self._num_preparing += num_sequences
 
     async def _tokenise(self, call: Call) -> list[list[int]]:
-        if call.num_body_bytes > LARGE_BODY_BYTES:
-            prompts = await asyncio.to_thread(self._encode, call)
-        else:
-            prompts = self._encode(call)
+        job = tokenise(self.tokenizer, call, self._text_limits)
+        prompts = at_once(job) if call.num_body_bytes <= LARGE_BODY_BYTES else await self.workers.run(job)
         param = "messages" if call.is_chat else "prompt"
         for prompt in prompts:
             self._check(prompt, param)
         return prompts
 
-    def _encode(self, call: Call) -> list[list[int]]:
-        if not call.is_chat:
-            return [self.tokenizer.encode(text) if isinstance(text, str) else text for text in call.prompts]
-        try:
-            return [self.tokenizer.apply_chat_template(call.messages)]
-        except ModelError as error:  # no template: this model cannot chat
-            raise RequestError(str(error), param="messages") from error
-
     def _check(self, prompt: list[int], param: str) -> None:
         ready = self.client.ready
         if not prompt:
             raise RequestError(f"{param} gives no tokens; expected at least one", param=param)
-        if len(prompt) >= ready.max_model_len:
-            raise too_long(len(prompt), ready.max_model_len, param)
         if max(prompt) >= ready.vocab_size:
             text = f"{param} has token id {max(prompt)}; expected less than {ready.vocab_size}"
             raise RequestError(text, param=param)

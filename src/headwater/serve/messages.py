@@ -104,6 +104,12 @@ class Failed(_Message, frozen=True):
     message: str
 
 
+class Heartbeat(_Message, frozen=True):
+    """The engine process lives; its main thread has been at the same place for so long (0: it moves)."""
+
+    still_s: float
+
+
 class Stats(_Message, frozen=True):
     """A snapshot of the engine. Counters only grow."""
 
@@ -126,7 +132,7 @@ class Stats(_Message, frozen=True):
 
 
 ToEngine = Start | Submit | Abort | Shutdown
-FromEngine = Progress | Ready | StartFailed | Outputs | Rejected | Failed | Stats
+FromEngine = Progress | Ready | StartFailed | Outputs | Rejected | Failed | Heartbeat | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client import Metric as Family
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -81,6 +81,9 @@ INTER_TOKEN = _server(
     "inter_token_seconds", "Between one token of a sequence and the next.", buckets=INTER_TOKEN_BUCKETS_S
 )
 SEQUENCE = _server("sequence_seconds", "From a request's arrival to the end of a sequence.", buckets=REQUEST_BUCKETS_S)
+ENGINE_SILENT = Metric(
+    "headwater_engine_silent_seconds", "gauge", "Since the engine's last sign of life.", Source.SERVER
+)
 SERVER_INFO = Metric(
     "headwater_server_info", "gauge", "What is running; always 1.", Source.SERVER, labels=("version", "model")
 )
@@ -93,18 +96,23 @@ SERVER_METRICS = (
     FIRST_TOKEN,
     INTER_TOKEN,
     SEQUENCE,
+    ENGINE_SILENT,
     SERVER_INFO,
 )
 """What the server counts itself."""
 
 
 class ServerMetrics:
-    """Everything on the page. `stats` gives the engine's last snapshot; `facts` say what is running."""
+    """Everything on the page. `stats` gives the engine's last snapshot, `silent_s` the age of its last sign of life;
+    `facts` say what is running."""
 
-    def __init__(self, stats: Callable[[], Stats], facts: dict[str, str]) -> None:
+    def __init__(
+        self, stats: Callable[[], Stats], facts: dict[str, str], silent_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Snapshot(stats))
         Info(SERVER_INFO.name.removesuffix("_info"), SERVER_INFO.help, registry=self._registry).info(facts)
+        Gauge(ENGINE_SILENT.name, ENGINE_SILENT.help, registry=self._registry).set_function(silent_s)
         self.http_requests = self._counter(HTTP_REQUESTS)
         self.sequences = self._counter(SEQUENCES)
         self.prompt_tokens = self._counter(PROMPT_TOKENS)

@@ -7,14 +7,15 @@ The fields of the structs are what is supported; what becomes of all others is i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from headwater.engine.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from headwater.errors import RequestError
+from headwater.serve.errors import shown
 from headwater.serve.parameters import (
     CHAT_NO_EFFECT,
     CHAT_UNSUPPORTED,
@@ -111,9 +112,9 @@ class ChatRequest(_Common, kw_only=True):
 class CompletionRequest(_Common, kw_only=True):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[msgspec.Raw]
-    """Items are counted before they are decoded: millions of little lists would keep the garbage collector, and with it
-    every thread, for seconds."""
+    prompt: msgspec.Raw
+    """Items are counted before they are decoded: millions of them would take a GiB, and little lists would keep the
+    garbage collector, and with it every thread, for seconds."""
     logprobs: int | None = None
 
 
@@ -154,6 +155,7 @@ class Limits(NamedTuple):
 
     max_prompts: int = 1 << 31
     max_model_len: int = 1 << 31
+    max_call_tokens: int = 1 << 31
 
 
 NO_LIMITS = Limits()
@@ -209,6 +211,8 @@ _ELSEWHERE = {
     CompletionRequest: {name for table in _TABLES[ChatRequest] for name in table},
 }
 _Item = TypeVar("_Item")
+_FIRST_ITEM = re.compile(rb"\[\s*(.)")
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 _Request = TypeVar("_Request", ChatRequest, CompletionRequest)
 
 
@@ -307,33 +311,38 @@ def _turn(index: int, message: ChatMessage) -> dict[str, str]:
     return {"role": ROLES[message.role], "content": content or ""}
 
 
-def _prompts(prompt: str | list[msgspec.Raw], limits: Limits) -> list[str | list[int]]:
+def _prompts(raw: msgspec.Raw, limits: Limits) -> list[str | list[int]]:
     """A text, token ids, or a list of either."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if prompt and bytes(prompt[0])[:1] not in (b'"', b"["):
-        if len(prompt) >= limits.max_model_len:
-            raise too_long(len(prompt), limits.max_model_len, "prompt")
-        return [_ids(_decode(item, int) for item in prompt)]
-    if len(prompt) > limits.max_prompts:
-        text = f"the call has {len(prompt)} prompts; this server takes {limits.max_prompts} at a time"
-        raise RequestError(text, param="prompt")
-    if prompt and bytes(prompt[0])[:1] == b'"':
-        return [_decode(item, str) for item in prompt]
-    listed = [_decode(item, list[int]) for item in prompt]
-    if not listed:
-        raise _no_prompt()
+    data = bytes(raw)
+    if data.startswith(b'"'):
+        return [_decode(raw, str)]
+    num_commas = data.count(b",")
+    first = _FIRST_ITEM.match(data)
+    match first and first[1]:
+        case b'"':
+            num_prompts = sum(1 for _ in islice(_STRING.finditer(data), limits.max_prompts + 1))
+            if num_prompts > limits.max_prompts:
+                raise _too_many_prompts(limits)
+            return [*_decode(raw, list[str])]
+        case b"[":
+            if num_commas > limits.max_call_tokens:
+                text = f"the prompts have {num_commas + 1} items in all; expected {limits.max_call_tokens} at most"
+                raise RequestError(text, param="prompt")
+            if data.count(b"[") - 1 > limits.max_prompts:
+                raise _too_many_prompts(limits)
+            listed = _decode(raw, list[list[int]])
+        case None | b"]":
+            raise _no_prompt()
+        case _:
+            if num_commas + 1 >= limits.max_model_len:
+                raise too_long(num_commas + 1, limits.max_model_len, "prompt")
+            listed = [_decode(raw, list[int])]
     for ids in listed:
         if len(ids) >= limits.max_model_len:
             raise too_long(len(ids), limits.max_model_len, "prompt")
-    return [_ids(ids) for ids in listed]
-
-
-def _ids(numbers: Iterable[int]) -> list[int]:
-    ids = list(numbers)
-    if not ids or min(ids) < 0:
-        raise _no_prompt()
-    return ids
+        if not ids or min(ids) < 0:
+            raise _no_prompt()
+    return [*listed]
 
 
 def _decode(raw: msgspec.Raw, kind: type[_Item]) -> _Item:
@@ -343,14 +352,14 @@ def _decode(raw: msgspec.Raw, kind: type[_Item]) -> _Item:
         raise _no_prompt() from error
 
 
-def _no_prompt() -> RequestError:
-    text = "prompt: expected a string, a list of strings, a list of token ids or a list of such lists, none empty"
+def _too_many_prompts(limits: Limits) -> RequestError:
+    text = f"the call has more than {limits.max_prompts} prompts, which is what this server takes at a time"
     return RequestError(text, param="prompt")
 
 
-def shown(text: str) -> str:
-    """A client's text for an error message, which shall not become as long as the request was."""
-    return repr(text if len(text) <= 100 else text[:97] + "...")
+def _no_prompt() -> RequestError:
+    text = "prompt: expected a string, a list of strings, a list of token ids or a list of such lists, none empty"
+    return RequestError(text, param="prompt")
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...] | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 
@@ -19,9 +20,11 @@ from headwater.engine.config import EngineConfig
 from headwater.serve.app import SEND_TIMEOUT_S, AppConfig, create_app
 from headwater.serve.client import WORKER_COMMAND, EngineClient
 from headwater.serve.config import ServerConfig
+from headwater.serve.connections import KEEP_ALIVE_S, Connections, WatchedProtocol
 from headwater.serve.generation import Generator, Tokenizer
 from headwater.serve.messages import Ready
 from headwater.serve.metrics import ServerMetrics
+from headwater.serve.tls import load_certificate
 
 STOP_GRACE_S = 1
 """How long a client may take to read the error that ends its request when the server stops."""
@@ -68,6 +71,7 @@ async def _run(
     hooks: Hooks,
     worker_command: Sequence[str],
 ) -> int:
+    certificate = load_certificate(config.ssl_certfile, config.ssl_keyfile)
     with _bound_socket(config.host, config.port) as sock, _stop_signals() as stop:
         stopping = asyncio.create_task(stop.wait())
         starting = asyncio.create_task(_start(config.engine, load_tokenizer, hooks, worker_command))
@@ -78,7 +82,7 @@ async def _run(
             return 0
         client, tokenizer = starting.result()
         try:
-            return await _serve(config, client, tokenizer, hooks, sock, stopping)
+            return await _serve(config, client, tokenizer, hooks, sock, certificate, stopping)
         finally:
             await client.close()
             stopping.cancel()
@@ -90,29 +94,37 @@ async def _serve(
     tokenizer: Tokenizer,
     hooks: Hooks,
     sock: socket.socket,
+    certificate: ssl.SSLContext | None,
     stopping: asyncio.Task[bool],
 ) -> int:
     model = config.model_name
-    server = _make_server(config, client, tokenizer, model)
+    metrics = ServerMetrics(lambda: client.stats, {"version": __version__, "model": model}, lambda: client.silent_s)
+    limit = client.ready.max_num_seqs + config.max_waiting
+    generator = Generator(client, tokenizer, metrics, max_sequences=limit)
+    server = _make_server(config, generator, certificate)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     listening = asyncio.create_task(server.listening.wait())
     dying = asyncio.create_task(client.wait_dead())
     try:
         await asyncio.wait({listening, serving}, return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
-            hooks.on_ready(client.ready, model, _url(config.host, sock.getsockname()[1]))
+            scheme = "http" if certificate is None else "https"
+            hooks.on_ready(client.ready, model, _url(scheme, config.host, sock.getsockname()[1]))
         await asyncio.wait({stopping, dying, serving}, return_when=asyncio.FIRST_COMPLETED)
         if client.death is not None:
             hooks.on_death(str(client.death))
         code = 0 if stopping.done() and client.death is None else 1
-        # Closing the client ends every request with an error event, so that no connection has to be cut.
+        # Closing generator and client ends every request with an error event, so that no connection has to be cut.
         server.should_exit = True
+        generator.close()
         await client.close()
         await serving
         return code
     finally:
         listening.cancel()
         dying.cancel()
+        generator.close()
+        generator.workers.join()
 
 
 async def _start(
@@ -165,40 +177,62 @@ async def _in_daemon_thread(work: Callable[[], _Result]) -> _Result:
     return await done
 
 
-def _make_server(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, model: str) -> _Server:
-    metrics = ServerMetrics(lambda: client.stats, {"version": __version__, "model": model})
-    limit = client.ready.max_num_seqs + config.max_waiting
+def _make_server(config: ServerConfig, generator: Generator, certificate: ssl.SSLContext | None) -> _Server:
     app = create_app(
-        Generator(client, tokenizer, metrics, max_sequences=limit),
+        generator,
         AppConfig(
-            served_model_name=model,
+            served_model_name=config.model_name,
+            host=config.host,
             api_key=config.api_key,
             max_body_bytes=config.max_body_bytes,
+            max_total_body_bytes=config.max_total_body_bytes,
+            engine_timeout_s=config.engine_timeout_s,
             requires_cache_salt=config.requires_cache_salt,
         ),
     )
-    return _Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=STOP_GRACE_S,
-        )
+    settings = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=STOP_GRACE_S,
     )
+    return _Server(settings, Connections(config.max_connections, config.header_timeout_s), certificate)
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers (ours are there before the engine starts), and saying when it listens."""
+    """Uvicorn without its signal handlers (ours are there before the engine starts), with our bounds for connections,
+    and saying when it listens."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, connections: Connections, certificate: ssl.SSLContext | None) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._connections = connections
+        self._certificate = certificate
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
+        def protocol() -> WatchedProtocol:
+            return WatchedProtocol(self._connections, config=self.config, server_state=self.server_state, app_state={})
+
+        timeouts: dict[str, Any] = {}
+        if self._certificate is not None:
+            timeouts["ssl_handshake_timeout"] = self._connections.header_timeout_s
+            timeouts["ssl_shutdown_timeout"] = STOP_GRACE_S
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                protocol,
+                sock=sock,
+                ssl=self._certificate,
+                backlog=self.config.backlog,
+                **timeouts,
+            )
+            for sock in sockets or []
+        ]
+        self.started = True
         self.listening.set()
 
     @contextmanager
@@ -248,5 +282,5 @@ def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

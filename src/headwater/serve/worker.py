@@ -22,12 +22,14 @@ from headwater.connector.metrics import distributions, snapshot
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineError, HeadwaterError, RequestError
+from headwater.serve.heartbeat import Heart
 from headwater.serve.messages import (
     READ_BYTES,
     Abort,
     Failed,
     FrameReader,
     FromEngine,
+    Heartbeat,
     Outputs,
     Progress,
     Ready,
@@ -67,6 +69,8 @@ class Running(NamedTuple):
     engine: EngineLike
     ready: Ready
     stats: Callable[[], Stats]
+    computes: bool = True
+    """Whether the thread that steps the engine computes itself, and does not wait for a GPU to do so."""
 
 
 Creator = Callable[[EngineConfig, Callable[[int, int], None]], Running]
@@ -77,12 +81,15 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._sending = threading.Lock()
         self._reader = FrameReader()
         self._last_progress_s = 0.0
 
     def send(self, message: FromEngine) -> None:
-        """Send one message; blocks while the server is not reading. Raises OSError if it is gone."""
-        self._sock.sendall(encode(message))
+        """Send one message, from any thread; blocks while the server is not reading. Raises OSError if it is gone."""
+        frame = encode(message)
+        with self._sending:
+            self._sock.sendall(frame)
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         """Report loading, often enough for a bar and no oftener."""
@@ -107,9 +114,15 @@ class Channel:
 
 def serve_engine(channel: Channel, running: Running) -> None:
     """Work until told to shut down. Raises what the engine raises; a bad request is only rejected."""
+    with Heart(lambda still_s: channel.send(Heartbeat(still_s)), computes=running.computes) as heart:
+        _serve_engine(channel, running, heart)
+
+
+def _serve_engine(channel: Channel, running: Running, heart: Heart) -> None:
     engine = running.engine
     next_stats_s = 0.0
     while True:
+        heart.turn()
         now_s = time.monotonic()
         if not engine.has_work or now_s >= next_stats_s:
             channel.send(running.stats())
@@ -196,7 +209,7 @@ def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) ->
         placement=engine.placement.reason,
         sizing=engine.plan.explanation,
     )
-    return Running(engine, ready, stats)
+    return Running(engine, ready, stats, computes=engine.placement.device.type == "cpu")
 
 
 def _start(channel: Channel, create: Creator) -> Running | None:

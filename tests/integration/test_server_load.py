@@ -1,0 +1,76 @@
+"""Long prompts, as bad clients send them: what they cost the others, and how long the server takes to stop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("msgspec")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from fake_server import Server, answer, request, wait_until
+
+SLOWLY = "tokenise slowly"
+"""Half a minute for the tokenizer, however long the text is."""
+SOON_S = 10.0
+"""Far less than that, and far more than anything here takes."""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    with ExitStack() as stack:
+
+        def start(**options: Any) -> Server:
+            made = Server(tmp_path / "aborts", **options)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+def test_six_prompts_of_two_mib_do_not_stall_a_short_request(start: Callable[..., Server]) -> None:
+    server = start()
+    prompt = SLOWLY + "x" * (2 << 20)
+    with ExitStack() as stack:
+        socks = [stack.enter_context(server.connect(request({"prompt": prompt}))) for _ in range(6)]
+        begin_s = time.monotonic()
+        assert server.chat("say:" + "x" * 5000, max_tokens=1).status_code == 200
+        for sock in socks:
+            assert b"context_length_exceeded" in answer(sock)
+        assert time.monotonic() - begin_s < SOON_S
+
+
+def test_prompts_that_are_slow_to_tokenise_leave_room_for_others(start: Callable[..., Server]) -> None:
+    server = start()
+    with ExitStack() as stack:
+        for _ in range(6):
+            stack.enter_context(server.connect(request({"prompt": SLOWLY + "x" * (17 << 10)})))
+        begin_s = time.monotonic()
+        assert server.chat("say:" + "x" * 5000, max_tokens=1).status_code == 200
+        assert time.monotonic() - begin_s < SOON_S
+
+
+@pytest.mark.parametrize("size", [5 << 10, 17 << 10], ids=["short", "long"])
+def test_a_signal_ends_the_server_whatever_is_being_tokenised(start: Callable[..., Server], size: int) -> None:
+    server = start()
+    with ExitStack() as stack:
+        sent = request({"prompt": SLOWLY + "x" * size})
+        socks = [stack.enter_context(server.connect(sent)) for _ in range(12)]
+        # All have been read when this one, which comes last, has been answered.
+        wait_until(lambda: server.http.get("/health").status_code == 200)
+        begin_s = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        assert time.monotonic() - begin_s < SOON_S
+        for sock in socks:
+            assert b"the server is stopping" in answer(sock)
+    assert server.process.stderr is not None
+    assert "Traceback" not in server.process.stderr.read()
