@@ -97,8 +97,9 @@ class ModelConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What changes activations and is neither in the weights nor in `rope`: part of the identity of the KV."""
-        names = ("family", "norm_eps", "num_heads", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
+        """What changes activations and is neither in the weights nor in `rope`: part of the identity of the KV. Tied
+        embeddings change only the logits; they count too, so that equal names mean equal answers."""
+        names = ("family", "norm_eps", "num_heads", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "tie_embeddings")
         return {name: getattr(self, name) for name in names}
 
     def kv_spec(self, dtype: str) -> KVSpec:
