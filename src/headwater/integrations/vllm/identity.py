@@ -49,8 +49,8 @@ def server_identity(config: Any, options: Options, weights: str) -> Identity:
             run_dtype=dtype,
             kv_dtype=dtype,
             quantization=name_quantization(model),
-            rope=canonical_rope(name_rope(model)),
-            settings=canonical_settings(name_settings(model, _local_path)),
+            rope=canonical_rope(name_rope(config)),
+            settings=canonical_settings(name_settings(config, _local_path)),
             epoch=options.epoch,
             label=checkpoint_label(model.model),
         )
