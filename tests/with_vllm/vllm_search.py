@@ -18,6 +18,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
+from vllm.transformers_utils import repo_utils
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from config_search import FAMILIES, Change, SearchFamily, all_changes
@@ -200,6 +202,7 @@ def wanted_changes(changes: list[Change], wanted: str) -> list[Change]:
 def main(folder: str, family_name: str, first: str, wanted: str) -> None:
     torch.set_num_threads(1)
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU runner does
+    repo_utils.time = SimpleNamespace(sleep=lambda seconds: None)  # a config that cannot be read stays that
     family, path = FAMILIES[family_name], Path(folder)
     if not path.exists():
         save_family(family, path)
