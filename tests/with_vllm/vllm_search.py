@@ -82,6 +82,9 @@ class OtherConfig:
             self.tokens.append(int(self.logits(self.config())[-1].argmax()))
         self.expected = self.logits(self.config())
         self.reference_name, self.reference = self.in_reference()
+        self.by_name = {self.name: self.expected}
+        if self.reference is not None:
+            assert not self.differ(self.reference, self.by_name.setdefault(self.reference_name, self.reference))
 
     def config(self, change: Change | None = None) -> Any:
         """vLLM's whole configuration for the changed config.json."""
@@ -167,23 +170,21 @@ class OtherConfig:
     def try_change(self, change: Change) -> dict[str, Any]:
         """What one change does to names and numbers."""
         found: dict[str, Any] = {"field": change.name, "value": change.value}
-        logits = None
         try:
             config = self.config(change)
             found["name"] = self.identity(config)
             found["renamed"] = found["name"] != self.name
             logits = self.logits(config)
             found["changed"] = self.differ(logits, self.expected)
+            found["clash"] = self.differ(logits, self.by_name.setdefault(found["name"], logits))
         except DeclinedError as error:
             found["declined"] = str(error)
         except Exception as error:
             found["failed"] = f"{type(error).__name__}: {error}"[:200]
         name, mine = self.in_reference()
         if mine is not None:
-            found["reference_renamed"] = name != self.reference_name
             found["reference_changed"] = self.reference is None or self.differ(mine, self.reference)
-            if logits is not None and name == found.get("name"):
-                found["engines_differ"] = self.differ(mine, logits)
+            found["reference_clash"] = self.differ(mine, self.by_name.setdefault(name, mine))
         elif self.family.has_reference:
             found["reference_refused"] = name
         return found

@@ -111,11 +111,8 @@ def _as_reference(config: Any) -> ModelConfig | None:
         return None
     if counted_flags(config):
         return None
-    values = hf.to_dict()
-    if getattr(model, "word_embeddings_untied_by_checkpoint", False):
-        values["tie_word_embeddings"] = True
     try:
-        known = config_from_hf(values)
+        known = config_from_hf(hf.to_dict())
     except ModelError:
         return None
     return known if model.architecture == FAMILIES[known.family].architecture else None
