@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headwater.models.config_keys import HARMLESS, ONLY_AT
+
 TINY: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -63,6 +65,11 @@ ROPES: dict[str, dict[str, Any]] = {
 DEEPSEEK_ROPE = ROPES["yarn"] | {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
+EVERY_MODEL = ("config.py", "utils.py", "../../transformers_utils/config.py")
+EVERY_MODEL += ("../../transformers_utils/model_arch_config_convertor.py",)
+"""Files of vLLM that read the config of any model; one family is enough to try their fields."""
+
+
 @dataclass(frozen=True)
 class SearchFamily:
     """One model: a class of transformers that makes its checkpoint, and the files of vLLM that read its config."""
@@ -83,10 +90,11 @@ class SearchFamily:
 def _dense() -> Iterator[SearchFamily]:
     for name in ("llama", "qwen2", "qwen3"):
         sizes = {"hidden_size": 128} if name == "qwen2" else {}  # its heads are hidden_size / heads wide
-        yield SearchFamily(name, name, (f"{name}.py",), sizes, True)
-        for kind, rope in ROPES.items():
-            yield SearchFamily(f"{name}, {kind}", name, (), sizes | {"rope_parameters": rope}, True, True)
+        sources = (f"{name}.py", *(EVERY_MODEL if name == "llama" else ()))
+        yield SearchFamily(name, name, sources, sizes, has_reference=True)
     yield SearchFamily("llama, biases", "llama", ("llama.py",), {"attention_bias": True, "mlp_bias": True}, True)
+    for kind, rope in ROPES.items():
+        yield SearchFamily(f"llama, {kind}", "llama", (), {"rope_parameters": rope}, has_reference=True, rope_only=True)
 
 
 FAMILIES: dict[str, SearchFamily] = {
@@ -212,16 +220,16 @@ class Change:
 
 
 def all_changes(family: SearchFamily, config: dict[str, Any], vllm_folder: Path) -> list[Change]:
-    """Every change of every field: those in the config, and those that vLLM's code asks for."""
+    """Every change of every field: those in the config, those called harmless, and those that vLLM's code asks for."""
     rope = config.get("rope_parameters") or {}
     rope_names = set(rope) | {name for known in ROPES.values() for name in known}
     for path in (vllm_folder / "model_executor" / "layers" / "rotary_embedding").glob("*.py"):
         rope_names |= read_names(path)
     names = set()
     if not family.rope_only:
-        names = set(config)
-        for path in _config_readers(family, vllm_folder):
-            names |= read_names(path)
+        names = set(config) | set(HARMLESS) | set(ONLY_AT)
+        for source in family.sources:
+            names |= read_names(vllm_folder / "model_executor" / "models" / source)
     found = []
     for place, present in ((names - {"rope_parameters"}, config), ({f"rope.{name}" for name in rope_names}, rope)):
         for name in sorted(place):
@@ -231,12 +239,3 @@ def all_changes(family: SearchFamily, config: dict[str, Any], vllm_folder: Path)
                 values = [value for value in values if value is not None]
             found += [Change(name, value) for value in values if value != present.get(short) or short not in present]
     return found
-
-
-def _config_readers(family: SearchFamily, vllm_folder: Path) -> Iterator[Path]:
-    models = vllm_folder / "model_executor" / "models"
-    yield from (models / source for source in family.sources)
-    yield vllm_folder / "transformers_utils" / "model_arch_config_convertor.py"
-    yield vllm_folder / "transformers_utils" / "config.py"
-    yield models / "config.py"
-    yield models / "utils.py"
