@@ -88,6 +88,7 @@ def name_settings(config: Any, local_path: LocalPath) -> Mapping[str, Any]:
     model = config.model_config
     whole = {
         "architecture": str(model.architecture),
+        "task": [str(getattr(model, "runner_type", "generate")), str(getattr(model, "convert_type", "none"))],
         "overrides": model.hf_overrides or {},
         "flags": counted_flags(config),
         "files": _files(model, local_path),
@@ -107,12 +108,13 @@ def _as_reference(config: Any) -> ModelConfig | None:
     hf = model.hf_config
     if model.quantization is not None or getattr(model, "multimodal_config", None) is not None:
         return None
-    if model.hf_text_config is not hf or getattr(model, "runner_type", "generate") != "generate":
+    if getattr(model, "runner_type", "generate") != "generate" or counted_flags(config):
         return None
-    if counted_flags(config):
+    values = hf.to_dict()
+    if model.hf_text_config is not hf and model.hf_text_config.to_dict() != values:
         return None
     try:
-        known = config_from_hf(hf.to_dict())
+        known = config_from_hf(values)
     except ModelError:
         return None
     return known if model.architecture == FAMILIES[known.family].architecture else None
@@ -146,7 +148,7 @@ def _json_digests(model: Any, directory: Path) -> Iterator[tuple[str, str]]:
             harmless = HARMLESS if is_text else _WRITER
             yield name, _digest({key: value for key, value in read_json(path).items() if key not in harmless}, name)
         else:
-            yield name, hashlib.sha256(path.read_bytes()).hexdigest()
+            yield name, _file_digest(path)
 
 
 def _remote_code(model: Any, local_path: LocalPath) -> dict[str, str]:
@@ -157,12 +159,19 @@ def _remote_code(model: Any, local_path: LocalPath) -> dict[str, str]:
     path = local_path(model)
     if "--" in json.dumps(auto_map, default=str) or not path.is_dir():
         raise DeclinedError("the model's code lies in another repository (auto_map), and may change there")
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(path.glob("*.py"))}
+    return {file.name: _file_digest(file) for file in sorted(path.glob("*.py"))}
 
 
 def _reads_length(model: Any) -> bool:
     """Whether vLLM's max_model_len may change numbers: it chooses between the two tables of `longrope`."""
     return model.architecture not in SEARCHED or "longrope" in json.dumps(model.hf_config.to_dict(), default=str)
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise DeclinedError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
 
 
 def _digest(value: Any, what: str) -> str:
