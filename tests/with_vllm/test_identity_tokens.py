@@ -35,3 +35,23 @@ def test_trained_positions_of_another_server_give_no_wrong_tokens(
         cold_other = server.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
         assert cold_other["external"] == 0, "the KV of another model was found"
         assert cold_other["tokens"] != cold["tokens"], "both answer the same: this test tested nothing"
+
+
+def test_all_processes_of_two_servers_find_one_name_for_a_model_that_the_reference_engine_does_not_run(
+    moe: Path, pool_url: str, log_file: Path
+) -> None:
+    """Its scheduler and each worker have a copy of the config, and workers may change theirs."""
+    with engine(log_file, settings_of(moe, pool_url)) as server:
+        cold = server.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
+        assert cold["external"] == 0
+        wait_for_hits(pool_url, [PROMPT], whose=lambda identity: "config" in identity.settings)
+    with engine(log_file, settings_of(moe, pool_url, tp=2)) as server:
+        hit = server.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
+        assert hit["external"] == hit_tokens(PROMPT)
+        assert hit["tokens"] == cold["tokens"]
+        other = random_tokens(2, 600)
+        cold = server.ask("generate", prompts=[other], max_tokens=NUM_NEW)
+        wait_for_hits(pool_url, [other], whose=lambda identity: "config" in identity.settings)
+        assert server.ask("reset")
+        hit = server.ask("generate", prompts=[other], max_tokens=NUM_NEW)
+        assert (hit["external"], hit["tokens"]) == (hit_tokens(other), cold["tokens"])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_identity import changed, config_of
 
 from headwater.engine.identity import engine_identity
@@ -36,21 +35,6 @@ def engine(path: Path, **arguments: Any) -> Any:
 
     known: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True} | arguments
     return EngineArgs(model=str(path), **{"max_model_len": 512, **known}).create_engine_config()
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that the reference engine does not run."""
-    import transformers
-
-    folder = tmp_path_factory.mktemp("models") / "moe"
-    torch.manual_seed(3)
-    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
-    config = transformers.Qwen3MoeConfig(
-        **sizes, num_attention_heads=4, num_key_value_heads=2, num_experts=4, moe_intermediate_size=48
-    )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(
