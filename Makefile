@@ -16,10 +16,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help serve demo venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm bench lint format clean redis-server mooncake
+.PHONY: help serve demo venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server mooncake
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # make serve ARGS="--port 9000 --model DIR"
 serve: $(SERVE_STAMP)  ## serve SmolLM2 with OpenAI's API on 127.0.0.1:8000, sharing its KV with other servers
@@ -46,13 +46,17 @@ test-vllm-first: $(VLLM_STAMP)
 test-all: test mooncake  ## make test, then all cells and rows of the matrices, the fleet and all of vLLM (two hours or so)
 	HEADWATER_ALL_CELLS=1 $(BIN)/pytest -q tests/integration/test_data_path.py
 	HEADWATER_ALL_ROWS=1 $(BIN)/pytest -q tests/integration/test_pool_sharing.py tests/integration/test_engine_equality.py
-	@$(MAKE) test-fleet test-vllm
+	@$(MAKE) test-fleet test-vllm test-identity
 
 test-fleet: $(STAMP) redis-server mooncake  ## Redis and Mooncake killed, stalled and cut off; hosts of network namespaces
 	$(BIN)/pytest -q -m fleet tests/integration
 
 test-vllm: $(VLLM_STAMP)  ## the whole matrix in real vLLM (half an hour or so)
 	$(VLLM_BIN)/python -m pytest -v tests/with_vllm
+
+test-identity: $(VLLM_STAMP)  ## change every field of every configuration: none gives other numbers under the same name (40 minutes or so)
+	HEADWATER_ALL_FIELDS=1 $(VLLM_BIN)/python -m pytest -v -s tests/with_vllm/test_identity_search.py
+	$(VLLM_BIN)/python -m pytest -v tests/with_vllm/test_settings.py tests/with_vllm/test_identity_tokens.py
 
 test-fast: $(STAMP)  ## the unit tests that are not slow (under 2 minutes)
 	$(BIN)/pytest -q -m "not slow and not gpu" tests/unit

@@ -108,15 +108,21 @@ def test_wrong_tensors_are_named(tiny: Path) -> None:
             load_model(tiny)
 
 
-def test_what_a_checkpoint_may_hold_beside(tmp_path: Path) -> None:
+def test_tables_that_can_be_computed_may_be_there(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", tie_word_embeddings=True)
     expected = run_tokens(load_model(tmp_path), TOKENS)
-    extra = {
-        "lm_head__weight": torch.zeros(131, 48),
-        "model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(4),
-    }
-    change(tmp_path, **extra)
+    change(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
     assert torch.equal(run_tokens(load_model(tmp_path), TOKENS), expected)
+
+
+def test_an_output_matrix_of_its_own_is_run_whatever_the_config_says(tmp_path: Path) -> None:
+    """As in transformers and vLLM."""
+    save_tiny(tmp_path, "llama", tie_word_embeddings=True)
+    expected = run_tokens(load_model(tmp_path), TOKENS)
+    embedding = load_model(tmp_path).targets()["model.embed_tokens.weight"].destination
+    change(tmp_path, lm_head__weight=embedding * 2)
+    assert not open_checkpoint(tmp_path).config.tie_embeddings
+    torch.testing.assert_close(run_tokens(load_model(tmp_path), TOKENS), expected * 2)
 
 
 @pytest.mark.parametrize("cut", [0, 4, 8, 100, 5000, -1])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,116 @@ def test_what_cannot_be_run_is_refused(changes: dict[str, Any], what: str) -> No
         config_from_hf(LLAMA | changes)
 
 
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"bias": True}, "does not know bias"),
+    ({"qkv_bias": True}, "does not know qkv_bias"),
+    ({"qkv_bias": False}, "does not know qkv_bias"),
+    ({"dual_chunk_attention_config": {"chunk_size": 16}}, "does not know dual_chunk_attention_config"),
+    ({"logit_scale": 0.5}, "does not know logit_scale"),
+    ({"is_causal": False}, "does not know is_causal"),
+    ({"sliding_window": 16}, "does not know sliding_window"),
+    ({"pretraining_tp": 2}, "does not know pretraining_tp"),
+    ({"per_layer_config": {"0": {"rms_norm_eps": 1.0}}}, "does not know per_layer_config"),
+    ({"auto_map": {"AutoModel": "x.Y"}}, "does not know auto_map"),
+    ({"a_new_key": 0, "another": False}, "does not know a_new_key, another"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "max_trained_positions": 8}}, "rope_scaling.max_trained"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 8.0}}, "rope_scaling.alpha"),
+    ({"rope_parameters": {"rope_type": "default", "rope_dim": 4}}, "rope_parameters.rope_dim"),
+    ({"rope_parameters": {"rope_theta": 500000.0, "use_fope": True}}, "rope_parameters.use_fope"),
+    ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "rope_parameters.mrope_section"),
+    ({"rope_scaling": LLAMA3 | {"mscale": 2.0}}, "rope_scaling.mscale"),
+]
+
+
+@pytest.mark.parametrize(("changes", "what"), UNKNOWN, ids=[what for _, what in UNKNOWN])
+def test_a_key_that_is_not_known_is_refused_by_name(changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(what)):
+        config_from_hf(LLAMA | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_theta": 10000.0}},
+        {"rope_scaling": LLAMA3, "original_max_position_embeddings": 2048},
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"expected (none beside|500000|10000|yarn|1024)"):
+        config_from_hf(LLAMA | changes)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama 2": {
+        "_name_or_path": "meta-llama/Llama-2-7b-hf",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "pretraining_tp": 1,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.31.0.dev0",
+        "use_cache": True,
+    },
+    "Llama 3.2": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": 64,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "rope_scaling": LLAMA3 | {"factor": 32.0},
+        "tie_word_embeddings": True,
+        "eos_token_id": [128, 129],
+    },
+    "SmolLM2": {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "pad_token_id": 2,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+    },
+    "Qwen2.5": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "max_window_layers": 28,
+        "sliding_window": 131072,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+    },
+    "Qwen2.5, stretched": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+        "use_sliding_window": False,
+    },
+    "Qwen3": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "max_window_layers": 36,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "_attn_implementation_autoset": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_as_they_are_published_are_accepted(name: str) -> None:
+    config_from_hf(LLAMA | PUBLISHED[name])
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_all_that_transformers_writes_by_itself_is_accepted(family: str) -> None:
+    config_from_hf(getattr(transformers, f"{family}Config")().to_dict())
+
+
 def test_a_sliding_window_in_use_is_refused() -> None:
     with pytest.raises(ModelError, match="sliding windows"):
         config_from_hf(QWEN | {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1})
@@ -237,6 +348,14 @@ def test_gguf_rope() -> None:
         ({"llama__attention__value_length": 16}, "width of the keys"),
         ({"llama__rope__scaling__type": "longrope"}, "rope type 'longrope'"),
         ({"llama__block_count": 0}, "block_count is 0"),
+        ({"llama__logit_scale": 0.5}, "does not know llama.logit_scale"),
+        ({"llama__attention__causal": False}, "does not know llama.attention.causal"),
+        ({"llama__rope__dimension_sections": [1, 1]}, "does not know llama.rope.dimension_sections"),
+        (
+            {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_log_multiplier": 0.2},
+            "does not know llama.rope.scaling.yarn_log_multiplier",
+        ),
+        ({"llama__rope__scaling__attn_factor": 2.0}, "does not know llama.rope.scaling.attn_factor"),
     ],
 )
 def test_gguf_that_cannot_be_run(changes: dict[str, Any], what: str) -> None:

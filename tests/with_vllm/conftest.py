@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_models import save_qwen3
+from vllm_models import save_moe, save_qwen3
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -44,6 +44,12 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def qwen3_twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another random Qwen3 of the same name and shape."""
     return save_qwen3(tmp_path_factory.mktemp("others") / "qwen3", seed=1)
+
+
+@pytest.fixture(scope="session")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE, which the reference engine does not run."""
+    return save_moe(tmp_path_factory.mktemp("models") / "moe")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,8 @@ def config_of(path: Path, **changes: Any) -> Any:
 
     hf = transformers.AutoConfig.from_pretrained(path)
     model = {"model": str(path), "dtype": torch.float32, "quantization": None, "hf_config": hf, "hf_text_config": hf}
-    model |= {"hf_overrides": {}, "revision": None, "quantization_config": None, **changes.pop("model", {})}
+    model |= {"hf_overrides": {}, "revision": None, "quantization_config": None, "max_model_len": 4096}
+    model |= {"architecture": (hf.architectures or ["none"])[0], **changes.pop("model", {})}
     return SimpleNamespace(
         model_config=SimpleNamespace(**model),
         cache_config=SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
@@ -72,7 +73,6 @@ def test_everything_that_changes_kv_changes_it(qwen3: Path, qwen3_twin: Path, tm
         identity(config_of(qwen3, model={**fp8, "quantization_config": {"ignore": ["a"]}})),
         identity(config_of(qwen3, model={**fp8, "quantization_config": online(ignore=["b"])})),
         identity(config_of(qwen3, model={**fp8, "quantization_config": online(linear="fp8_per_token")})),
-        identity(config_of(qwen3, model={"hf_overrides": {"rope_theta": 5000.0}})),
         identity(config_of(changed(qwen3, tmp_path / "eps", rms_norm_eps=1e-3))),
         identity(config_of(changed(qwen3, tmp_path / "unknown", model_type="gemma2"))),
         identity(config_of(tmp_path / "unknown", model={"hf_config_path": str(elsewhere)})),

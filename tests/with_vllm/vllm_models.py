@@ -41,6 +41,18 @@ def save_qwen3(directory: Path, seed: int, **changes: Any) -> Path:
     return directory
 
 
+def save_moe(directory: Path) -> Path:
+    """A small random Qwen3-MoE."""
+    import torch
+    import transformers
+
+    torch.manual_seed(3)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**{**QWEN3, **experts})).float()
+    model.save_pretrained(directory)
+    return directory
+
+
 def random_tokens(seed: int, count: int, vocab: int = 500) -> list[int]:
     """The same tokens for the same seed."""
     return [random.Random(f"{seed} {i}").randrange(3, vocab) for i in range(count)]

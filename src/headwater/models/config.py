@@ -7,7 +7,7 @@ is refused when the config is built, not approximated.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from headwater.errors import ModelError
@@ -45,6 +45,10 @@ FAMILIES: dict[str, Family] = {
         Family("qwen3", "Qwen3ForCausalLM", None, False, True, 128),
     )
 }
+
+
+_NOT_COMPUTED_WITH = ("rope", "max_position_embeddings", "eos_token_ids", "bos_token_id", "stored_dtype")
+"""Fields of a ModelConfig that are named apart, bound requests, end answers, or are for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +101,11 @@ class ModelConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What changes activations and is neither in the weights nor in `rope`: part of the identity of the KV."""
-        names = ("family", "norm_eps", "num_heads", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
-        return {name: getattr(self, name) for name in names}
+        """Part of the identity of the KV: every field that is neither in `rope` nor known to change nothing.
+
+        Sizes count, though weights have them too: vLLM loads the first rows of a matrix larger than its config says.
+        """
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_COMPUTED_WITH}
 
     def kv_spec(self, dtype: str) -> KVSpec:
         """What one token's KV is, when the model runs in `dtype`."""

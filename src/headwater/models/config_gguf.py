@@ -1,4 +1,8 @@
-"""From the metadata of a GGUF file to a `ModelConfig`. It sees plain values; `checkpoint.gguf_file` reads them."""
+"""From the metadata of a GGUF file to a `ModelConfig`. It sees plain values; `checkpoint.gguf_file` reads them.
+
+A key of the architecture that is not in the tables below is refused, as in `config_keys`. Keys outside it (`general.`,
+`tokenizer.`) describe the file and the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,40 @@ from headwater.models.fields import Fields
 from headwater.models.rope import RopeConfig, yarn_attention_factor
 
 _HUGE = 1e12
+
+_INTERPRETED = frozenset(
+    [
+        "embedding_length",
+        "feed_forward_length",
+        "block_count",
+        "context_length",
+        "expert_count",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scale_linear",
+    ]
+)
+_ROPE_KEYS: dict[str, frozenset[str]] = {
+    "none": frozenset({"type"}),
+    "linear": frozenset({"type", "factor"}),
+    "yarn": frozenset(["type", "factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow"]),
+}
+"""Keys under `rope.scaling.` that each type reads."""
+_HARMLESS = frozenset({"vocab_size", "rope.scaling.finetuned"})
+"""The embedding's shape says the first; nothing computes with the second."""
+_ONLY_AT: dict[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "expert_used_count": (0,),
+    "logit_scale": (1.0,),
+    "use_parallel_residual": (False,),
+}
+"""Keys that change nothing at these values."""
 
 
 def config_from_gguf(
@@ -35,6 +73,7 @@ def config_from_gguf(
     if general.integer("split.count", 0, 1 << 16, default=0) > 1:
         raise general.wrong("split.count", "1: join the parts into one file (llama-gguf-split --merge)")
 
+    _check_keys(fields, prefix)
     hidden_size = fields.integer("embedding_length", 1, MAX_WIDTH)
     num_heads = _same_everywhere(fields, "attention.head_count", None)
     head_dim = _head_dim(fields, hidden_size, num_heads)
@@ -67,6 +106,27 @@ def config_from_gguf(
         bos_token_id=bos[0] if bos and bos[0] < vocab_size else None,
         stored_dtype=stored_dtype,
     )
+
+
+def _check_keys(fields: Fields, prefix: str) -> None:
+    kind = fields.values.get("rope.scaling.type") or "linear"
+    scaling = _ROPE_KEYS.get(kind) if isinstance(kind, str) else None
+    unknown = [
+        f"{prefix}{key}"
+        for key, value in fields.values.items()
+        if key not in _INTERPRETED and key not in _HARMLESS and not _is_harmless_at(key, value)
+        # `RopeConfig` refuses other kinds by name
+        if not key.startswith("rope.scaling.") or (scaling is not None and key[13:] not in scaling)
+    ]
+    if unknown:
+        raise ModelError(
+            f"{fields.source}: this engine does not know {', '.join(sorted(unknown))}, which may change what the model "
+            "computes"
+        )
+
+
+def _is_harmless_at(key: str, value: object) -> bool:
+    return any(type(value) is type(harmless) and value == harmless for harmless in _ONLY_AT.get(key, ()))
 
 
 def _same_everywhere(fields: Fields, name: str, default: int | None) -> int:

@@ -1,6 +1,7 @@
 """From a Hugging Face `config.json` to a `ModelConfig`, for the spellings of transformers 4 and 5.
 
-The values come from outside: each is checked, and what would need code this engine does not have is refused by name.
+The values come from outside: each is checked. Code that this engine does not have, and keys that it does not know (see
+`config_keys`), are refused by name.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from headwater.models.config import (
     ModelConfig,
     family_named,
 )
+from headwater.models.config_keys import check_keys
 from headwater.models.fields import Fields
 from headwater.models.rope import RopeConfig, yarn_attention_factor
 
@@ -37,6 +39,7 @@ def config_from_hf(
     fields = Fields(config, source)
     family = family_named(fields.text("model_type"))
     _refuse_what_cannot_run(fields, family)
+    check_keys(config, family.name, source)
 
     hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
@@ -104,18 +107,30 @@ def _refuse_what_cannot_run(fields: Fields, family: Family) -> None:
 
 
 def _rope(fields: Fields, head_dim: int, max_len: int) -> RopeConfig:
-    """Transformers 5 keeps all in `rope_parameters`; 4 had `rope_theta` beside an optional `rope_scaling`."""
+    """Transformers 5 keeps all in `rope_parameters`; 4 had `rope_theta` beside an optional `rope_scaling`.
+
+    Where a config says one thing twice, transformers and vLLM differ in which of the two they take: it is refused.
+    """
+    both = [fields.values[name] for name in ("rope_parameters", "rope_scaling") if fields.values.get(name)]
+    if len(both) == 2 and both[0] != both[1]:
+        raise fields.wrong("rope_scaling", "none beside rope_parameters, or the same")
     rope = fields.section("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
     holder = rope if "rope_theta" in rope else fields
     theta = holder.number("rope_theta", 2.0, _HUGE, default=10000.0)
     for place in (fields, rope):
         if place.number("partial_rotary_factor", 0.0, 1.0, default=1.0) != 1.0:
             raise place.wrong("partial_rotary_factor", "1: heads that are rotated in part are not supported")
+    if "rope_theta" in rope and "rope_theta" in fields and fields.number("rope_theta", 2.0, _HUGE) != theta:
+        raise fields.wrong("rope_theta", f"{theta:g}, as inside {rope.source}")
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
+    if rope.text("type", default=kind) != kind:
+        raise rope.wrong("type", f"{kind}, as rope_type says")
     if kind == "default":
         return RopeConfig(dim=head_dim, theta=theta)
     outer = fields.integer("original_max_position_embeddings", 1, MAX_LENGTH, default=max_len)
     original = rope.integer("original_max_position_embeddings", 1, MAX_LENGTH, default=outer)
+    if "original_max_position_embeddings" in fields and outer != original:
+        raise fields.wrong("original_max_position_embeddings", f"{original}, as inside {rope.source}")
     if kind == "dynamic":
         original = max_len  # its config gives the trained length; what it can be stretched to is open
     if kind == "yarn" and "factor" not in rope:

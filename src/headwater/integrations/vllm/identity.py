@@ -5,28 +5,20 @@ checkpoint, so that both share.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headwater.errors import HeadwaterError, ModelError
+from headwater.errors import HeadwaterError
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.options import Options
+from headwater.integrations.vllm.settings import name_quantization, name_rope, name_settings
 from headwater.kv.checkpoint import checkpoint_label, digest_checkpoint
 from headwater.kv.identity import Identity, canonical_rope, canonical_settings
 from headwater.kv.spec import KVSpec
-from headwater.models.config_hf import config_from_hf
-from headwater.models.fields import read_json
 
 _RUN_AS_STORED = ("auto", "safetensors", "pt", "hf", "gguf", "runai_streamer", "fastsafetensors", "instanttensor")
 """Load formats that read the checkpoint and change nothing."""
-
-
-_NAMES_OF_FILES = ("_name_or_path", "transformers_version")
-"""What a config says of itself: where it lies, and who wrote it."""
 
 
 def name_weights(config: Any, options: Options) -> str:
@@ -56,28 +48,14 @@ def server_identity(config: Any, options: Options, weights: str) -> Identity:
             weights=weights,
             run_dtype=dtype,
             kv_dtype=dtype,
-            quantization=_quantization(model),
-            rope=canonical_rope(_rope(model)),
-            settings=canonical_settings(_settings(model)),
+            quantization=name_quantization(model),
+            rope=canonical_rope(name_rope(config)),
+            settings=canonical_settings(name_settings(config, _local_path)),
             epoch=options.epoch,
             label=checkpoint_label(model.model),
         )
     except HeadwaterError as error:
         raise DeclinedError(f"the model cannot be named: {error}") from error
-
-
-def _quantization(model: Any) -> str:
-    """How weights are quantised as they are loaded; what the checkpoint itself says of it is among its bytes."""
-    name, given = str(model.quantization or "none"), model.quantization_config
-    if given is None:
-        return name
-    try:
-        text = json.dumps(given if isinstance(given, dict) else asdict(given), sort_keys=True, default=str)
-    except TypeError as error:
-        raise DeclinedError(f"this quantization config cannot be named: {error}") from error
-    if " at 0x" in text:
-        raise DeclinedError("this quantization config cannot be named: it has parts that only this process knows")
-    return f"{name}+{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def server_spec(config: Any, cache: Any) -> KVSpec:
@@ -128,38 +106,6 @@ def writer_group(config: Any) -> int:
 def _server_name(config: Any) -> bytes:
     # The engine id may be chosen by people; the instance id is random in every start.
     return f"{config.kv_transfer_config.engine_id}\0{config.instance_id}".encode()
-
-
-def _rope(model: Any) -> Mapping[str, Any]:
-    """Rope as the reference engine would name it; of models that it does not run, `_settings` names all of the config.
-
-    Overrides of the config on the command line may change activations in any way, so they count as they are.
-    """
-    try:
-        rope: dict[str, Any] = json.loads(json.dumps(asdict(config_from_hf(model.hf_text_config.to_dict()).rope)))
-    except ModelError:
-        rope = {"architectures": list(model.hf_config.architectures or ())}
-    if model.hf_overrides:
-        rope["overrides"] = hashlib.sha256(repr(model.hf_overrides).encode()).hexdigest()
-    return rope
-
-
-def _settings(model: Any) -> Mapping[str, Any]:
-    """The other settings as the reference engine would name them; of models that it does not run, the whole file of
-    their config, of which nobody here knows what changes activations.
-
-    The file: vLLM changes the config of some models while it builds them, in its workers and not in its scheduler.
-    A model that is one file has its config among the bytes of its weights.
-    """
-    try:
-        return config_from_hf(model.hf_text_config.to_dict()).settings
-    except ModelError:
-        given = getattr(model, "hf_config_path", None)
-        path = Path(given) if given else _local_path(model)
-        if path.is_file() and not given:
-            return {}
-        known = {name: value for name, value in read_json(path / "config.json").items() if name not in _NAMES_OF_FILES}
-        return {"config": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()}
 
 
 def _local_path(model: Any) -> Path:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: ModelConfig = read_config(path)
+        self.config: ModelConfig = _untied(read_config(path), path)
         self.label = checkpoint_label(path)
 
     def tensors(self) -> Iterator[tuple[str, TensorHandle]]:
@@ -90,6 +91,19 @@ def read_config(path: Path) -> ModelConfig:
     generation = path / "generation_config.json"
     config = read_json(path / "config.json")
     return config_from_hf(config, read_json(generation) if generation.is_file() else None, str(path / "config.json"))
+
+
+def _untied(config: ModelConfig, path: Path) -> ModelConfig:
+    """The config with an output matrix of its own where the checkpoint holds one, whatever the config says of tied
+    embeddings: transformers and vLLM run it too."""
+    if not config.tie_embeddings:
+        return config
+    try:
+        expected = _weight_map(path)
+        names = expected or (handle.name for file in _files(path, None) for handle in read_header(file))
+        return replace(config, tie_embeddings="lm_head.weight" not in names)
+    except ModelError:
+        return config  # `tensors` says what is wrong
 
 
 def read_header(path: Path) -> list[SafetensorsHandle]:

@@ -1,0 +1,222 @@
+"""Which of a model's configuration and of vLLM's options is part of a server's name: everything, unless it is known to
+change nothing. The configurations are vLLM's own, from its engine arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_identity import changed, config_of
+
+from headwater.engine.identity import engine_identity
+from headwater.integrations.vllm.declined import DeclinedError
+from headwater.integrations.vllm.identity import server_identity
+from headwater.integrations.vllm.options import read_options
+from headwater.models.checkpoint import open_checkpoint
+from headwater.models.config_keys import HARMLESS
+
+OPTIONS = read_options({}, "kv_both")
+WEIGHTS = f"xxh3-128:{0:032x}"
+THETA = {"rope_theta": 10000.0}
+DYNAMIC = THETA | {"rope_type": "dynamic", "factor": 2.0}
+
+
+def name(config: Any) -> bytes:
+    return server_identity(config, OPTIONS, WEIGHTS).digest
+
+
+def engine(path: Path, **arguments: Any) -> Any:
+    """vLLM's whole configuration."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    known: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True} | arguments
+    return EngineArgs(model=str(path), **{"max_model_len": 512, **known}).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        ({"rope_parameters": DYNAMIC}, {"rope_parameters": DYNAMIC | {"max_trained_positions": 64}}),
+        ({"rope_parameters": DYNAMIC}, {"rope_parameters": DYNAMIC | {"alpha": 4.0}}),
+        ({"rope_parameters": THETA}, {"rope_parameters": THETA | {"rope_dim": 16}}),
+        ({"rope_parameters": THETA}, {"rope_parameters": THETA | {"use_fope": True}}),
+        ({}, {"bias": True}),
+        ({}, {"qkv_bias": True}),
+        ({}, {"dual_chunk_attention_config": {"chunk_size": 64, "local_size": 16}}),
+        ({}, {"is_causal": False}),
+        ({}, {"logit_scale": 0.5}),
+        ({}, {"nobody_knows": 1}),
+        ({}, {"tie_word_embeddings": False}),
+    ],
+    ids=str,
+)
+def test_a_key_that_vllm_reads_is_part_of_the_name(
+    qwen3: Path, tmp_path: Path, base: dict[str, Any], change: dict[str, Any]
+) -> None:
+    """Each of them once gave two models one name; the first gave wrong tokens."""
+    assert name(engine(changed(qwen3, tmp_path / "a", **base))) != name(
+        engine(changed(qwen3, tmp_path / "b", **{**base, **change}))
+    )
+
+
+def test_harmless_keys_are_shared(qwen3: Path, moe: Path, tmp_path: Path) -> None:
+    harmless = {"use_cache": False, "initializer_range": 0.5, "eos_token_id": [2, 5], "transformers_version": "4.0.0"}
+    assert set(harmless) <= set(HARMLESS)
+    for number, model in enumerate((qwen3, moe)):
+        other = changed(model, tmp_path / str(number), **harmless)
+        assert name(engine(other)) == name(engine(model))
+
+
+def test_real_configurations_have_the_reference_engines_name(qwen3: Path, smollm2: Path) -> None:
+    for path in (qwen3, smollm2):
+        mine = engine_identity(open_checkpoint(path), "float32", "auto")
+        theirs = server_identity(engine(path, trust_remote_code=True, seed=7), OPTIONS, mine.weights)
+        assert theirs.digest == mine.digest
+
+
+def test_an_override_counts_as_what_it_makes_of_the_config(qwen3: Path, moe: Path, tmp_path: Path) -> None:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+    written = name(engine(changed(qwen3, tmp_path / "theta", **rope)))
+    assert name(engine(qwen3, hf_overrides=rope)) == written != name(engine(qwen3))
+    assert name(engine(qwen3, hf_config_path=str(tmp_path / "theta"))) == written
+    assert name(engine(qwen3, hf_overrides={"rope_parameters": DYNAMIC | {"max_trained_positions": 64}})) != name(
+        engine(qwen3, hf_overrides={"rope_parameters": DYNAMIC})
+    )
+    other = changed(moe, tmp_path / "moe", norm_topk_prob=True)
+    names = [
+        name(engine(moe)),
+        name(engine(moe, hf_overrides={"norm_topk_prob": True})),
+        name(engine(moe, hf_config_path=str(other))),
+        name(engine(other)),
+    ]
+    assert len(set(names)) == len(names)
+    with pytest.raises(DeclinedError, match="hf_overrides is a function"):
+        name(engine(moe, hf_overrides=lambda config: config))
+
+
+def test_options_that_change_numbers_are_part_of_the_name(
+    qwen3: Path, moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model in (qwen3, moe):
+        names = [
+            name(engine(model)),
+            name(engine(model, disable_sliding_window=True)),
+            name(engine(model, model_impl="transformers")),
+            name(engine(model, runner="pooling", convert="embed")),
+            name(engine(model, additional_config={"a": 1})),
+        ]
+        monkeypatch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "medium")
+        names.append(name(engine(model)))
+        monkeypatch.undo()
+        assert len(set(names)) == len(names)
+        same = engine(model, model_impl="vllm", runner="generate", max_model_len=256, trust_remote_code=True)
+        assert name(same) == names[0]
+    for variable in ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_TEST_FORCE_LOAD_FORMAT"):
+        config = engine(moe)
+        monkeypatch.setenv(variable, "uniform_random")
+        with pytest.raises(DeclinedError, match=variable):
+            name(config)
+        monkeypatch.undo()
+
+
+def test_the_length_counts_where_a_rope_type_reads_it(qwen3: Path, tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 256}
+    long = changed(qwen3, tmp_path / "long", rope_parameters=THETA | factors | {"rope_type": "longrope", "factor": 16})
+    assert name(engine(long, max_model_len=256)) != name(engine(long, max_model_len=512))
+
+
+def test_quantization_files_beside_the_weights_count(moe: Path, tmp_path: Path) -> None:
+    path = changed(moe, tmp_path / "model")
+    before = name(engine(path))
+    (path / "notes.json").write_text("[1]")
+    (path / "tokenizer_config.json").write_text("{}")
+    assert name(engine(path)) == before
+    config = engine(path)
+    (path / "quantize_config.json").write_text('{"bits": 4}')
+    assert name(config) != before
+
+
+def test_remote_code_counts_or_is_declined(moe: Path, tmp_path: Path) -> None:
+    path = changed(moe, tmp_path / "model")
+    config = engine(path, trust_remote_code=True)
+    before = name(config)
+    config.model_config.hf_config.auto_map = {"AutoModel": "modeling.Model"}
+    (path / "modeling.py").write_text("a = 1")
+    one = name(config)
+    (path / "modeling.py").write_text("a = 2")
+    assert len({before, one, name(config)}) == 3
+    config.model_config.hf_config.auto_map = {"AutoModel": "someone/else--modeling.Model"}
+    with pytest.raises(DeclinedError, match="another repository"):
+        name(config)
+
+
+def llava(folder: Path, qwen3: Path, processor: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """As much of vLLM's configuration of a model with images as a name needs."""
+    import transformers
+    from vllm.config.multimodal import MultiModalConfig
+
+    text = transformers.AutoConfig.from_pretrained(qwen3).to_dict()
+    config = transformers.LlavaConfig(text_config=text, **changes)
+    folder.mkdir()
+    for path in qwen3.glob("*.safetensors"):
+        os.link(path, folder / path.name)
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor or {"image_mean": [0.5, 0.5, 0.5]}))
+    model = {"hf_config": config, "hf_text_config": config.text_config, "multimodal_config": MultiModalConfig()}
+    model |= {"architecture": "LlavaForConditionalGeneration", "model": str(folder)}
+    return config_of(qwen3, model=model)
+
+
+def test_all_of_a_model_with_images_counts(qwen3: Path, tmp_path: Path) -> None:
+    from vllm.config.multimodal import MultiModalConfig
+
+    def with_media(folder: str, **options: Any) -> Any:
+        config = llava(tmp_path / folder, qwen3)
+        config.model_config.multimodal_config = MultiModalConfig(**options)
+        return config
+
+    names = [
+        name(config_of(qwen3)),
+        name(llava(tmp_path / "a", qwen3)),
+        name(llava(tmp_path / "b", qwen3, vision_feature_layer=-1)),
+        name(llava(tmp_path / "c", qwen3, {"image_mean": [0.1, 0.5, 0.5]})),
+        name(with_media("d", mm_processor_kwargs={"size": 8})),
+        name(with_media("e", language_model_only=True)),
+        name(with_media("f", video_pruning_rate=0.5)),
+    ]
+    assert len(set(names)) == len(names)
+    assert name(with_media("g", mm_processor_cache_gb=1)) == names[1]
+    (tmp_path / "a" / "video_preprocessor_config.json").write_text("{}")
+    shutil.rmtree(tmp_path / "b")
+    config = llava(tmp_path / "b", qwen3)
+    assert name(config) == names[1]
+    (tmp_path / "b" / "video_preprocessor_config.json").write_text("{}")
+    assert name(config) != names[1]
+    with pytest.raises(DeclinedError, match="mm_encoder_attn_dtype"):
+        name(with_media("h", mm_encoder_attn_dtype="fp8"))
+
+
+def test_building_a_model_in_a_worker_does_not_rename_it(moe: Path) -> None:
+    """vLLM's models change their config while they are built; its scheduler has one that was never built."""
+    config = engine(moe)
+    before = name(config)
+    hf = config.model_config.hf_config
+    hf.rope_parameters = dict(hf.rope_parameters, rope_type="deepseek_yarn")
+    hf.num_ln_in_parallel_attn = 2
+    assert name(config) == before
+
+
+def test_an_output_matrix_beside_tied_embeddings_is_the_same_model_in_both_engines(qwen3: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = changed(qwen3, tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    mine = engine_identity(open_checkpoint(path), "float32", "auto")
+    assert not open_checkpoint(path).config.tie_embeddings
+    assert server_identity(engine(path), OPTIONS, mine.weights).digest == mine.digest
