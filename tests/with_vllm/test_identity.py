@@ -14,8 +14,9 @@ import torch
 
 from headwater.engine.identity import engine_identity
 from headwater.integrations.vllm.declined import DeclinedError
-from headwater.integrations.vllm.identity import name_weights, server_identity, writer_group
+from headwater.integrations.vllm.identity import server_identity, writer_group
 from headwater.integrations.vllm.options import read_options
+from headwater.integrations.vllm.weights import name_weights
 from headwater.models.checkpoint import open_checkpoint
 
 OPTIONS = read_options({}, "kv_both")

@@ -1,12 +1,11 @@
-"""Which weights a vLLM server runs, and what its KV is: the same answers as the reference engine gives for the same
-checkpoint, so that both share.
+"""What the KV of a vLLM server is: the same answers as the reference engine gives for the same checkpoint, so that both
+share. Its weights are named in `weights`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,34 +14,15 @@ from typing import Any
 from headwater.errors import HeadwaterError, ModelError
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.options import Options
-from headwater.kv.checkpoint import checkpoint_label, digest_checkpoint
+from headwater.integrations.vllm.weights import local_path, server_name
+from headwater.kv.checkpoint import checkpoint_label
 from headwater.kv.identity import Identity, canonical_rope, canonical_settings
 from headwater.kv.spec import KVSpec
 from headwater.models.config_hf import config_from_hf
 from headwater.models.fields import read_json
 
-_RUN_AS_STORED = ("auto", "safetensors", "pt", "hf", "gguf", "runai_streamer", "fastsafetensors", "instanttensor")
-"""Load formats that read the checkpoint and change nothing."""
-
-
 _NAMES_OF_FILES = ("_name_or_path", "transformers_version")
 """What a config says of itself: where it lies, and who wrote it."""
-
-
-def name_weights(config: Any, options: Options) -> str:
-    """The weights' name, as `Identity.weights` wants it. Reads every byte of them once; digests are cached.
-
-    Random weights are another model in every server, and are named after it. Raises DeclinedError.
-    """
-    load_format = config.load_config.load_format
-    if load_format == "dummy":
-        return "xxh3-128:" + hashlib.sha256(_server_name(config)).hexdigest()[:32]
-    if load_format not in _RUN_AS_STORED:
-        raise DeclinedError(f"load format {load_format!r} may load other weights than the checkpoint holds")
-    try:
-        return digest_checkpoint(_local_path(config.model_config), sample=options.sample_weights)
-    except HeadwaterError as error:
-        raise DeclinedError(f"the weights cannot be named: {error}") from error
 
 
 def server_identity(config: Any, options: Options, weights: str) -> Identity:
@@ -122,12 +102,7 @@ def server_spec(config: Any, cache: Any) -> KVSpec:
 
 def writer_group(config: Any) -> int:
     """The number that all processes of this server agree on, and no other server has."""
-    return int.from_bytes(hashlib.sha256(b"group\0" + _server_name(config)).digest()[:8], "little") >> 1 or 1
-
-
-def _server_name(config: Any) -> bytes:
-    # The engine id may be chosen by people; the instance id is random in every start.
-    return f"{config.kv_transfer_config.engine_id}\0{config.instance_id}".encode()
+    return int.from_bytes(hashlib.sha256(b"group\0" + server_name(config)).digest()[:8], "little") >> 1 or 1
 
 
 def _rope(model: Any) -> Mapping[str, Any]:
@@ -155,20 +130,8 @@ def _settings(model: Any) -> Mapping[str, Any]:
         return config_from_hf(model.hf_text_config.to_dict()).settings
     except ModelError:
         given = getattr(model, "hf_config_path", None)
-        path = Path(given) if given else _local_path(model)
+        path = Path(given) if given else local_path(model)
         if path.is_file() and not given:
             return {}
         known = {name: value for name, value in read_json(path / "config.json").items() if name not in _NAMES_OF_FILES}
         return {"config": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()}
-
-
-def _local_path(model: Any) -> Path:
-    """Where the weights lie: a local path, or the snapshot that vLLM downloaded."""
-    if os.path.exists(model.model):
-        return Path(model.model)
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-    if not isinstance(found, str):
-        raise DeclinedError(f"the files of {model.model!r} were not found on this machine")
-    return Path(found).parent

@@ -16,12 +16,13 @@ from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.worker import DEFAULT_STAGING_BYTES, WorkerSide
 from headwater.errors import HeadwaterError, StoreError
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
-from headwater.integrations.vllm.identity import name_weights, server_identity, server_spec, writer_group
+from headwater.integrations.vllm.identity import server_identity, server_spec, writer_group
 from headwater.integrations.vllm.layout import layer_tensors
 from headwater.integrations.vllm.options import Options
 from headwater.integrations.vllm.probe import prove_view
 from headwater.integrations.vllm.stats import PoolFigures
 from headwater.integrations.vllm.steps import NULL_BLOCK, Steps
+from headwater.integrations.vllm.weights import name_weights
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology
