@@ -23,7 +23,7 @@ def name_weights(config: Any, options: Options) -> str:
     """
     load_format = config.load_config.load_format
     if load_format == "dummy":
-        return "xxh3-128:" + hashlib.sha256(server_name(config)).hexdigest()[:32]
+        return "sha256:" + hashlib.sha256(server_name(config)).hexdigest()
     if load_format not in _RUN_AS_STORED:
         raise DeclinedError(f"load format {load_format!r} may load other weights than the checkpoint holds")
     try:
