@@ -602,8 +602,12 @@ def test_a_blob_that_is_not_what_its_name_says_is_refused(snapshot: Path, own_ca
     with pytest.raises(IdentityError, match="damaged or was edited"):
         digest_checkpoint(snapshot / "model.safetensors", cache=False)
     assert len(entries(own_cache)) == 1
-    link_blob(snapshot, b"small", "0123456789abcdef0123456789abcdef01234567")  # small files are named otherwise
+    small = hashlib.sha1(b"blob 5\0small").hexdigest()  # as `git hash-object` does
+    blob = link_blob(snapshot, b"small", small)
     assert digest_checkpoint(snapshot) == reference({"model.safetensors": b"small"})
+    blob.write_bytes(b"SMALL")
+    with pytest.raises(IdentityError, match="damaged or was edited"):
+        digest_checkpoint(snapshot)
 
 
 def test_alternatives_in_one_commit_are_told_apart(snapshot: Path) -> None:

@@ -32,6 +32,9 @@ __all__ = ["Progress", "checkpoint_label", "digest_checkpoint"]
 
 _DOMAIN = b"headwater checkpoint v2\0"
 _SHA_256 = re.compile(r"[0-9a-f]{64}")
+_GIT_SHA_1 = re.compile(r"[0-9a-f]{40}")
+MAX_GIT_BYTES = 64 << 20
+"""The hub keeps larger files out of git, and names them by their SHA-256."""
 
 
 def digest_checkpoint(
@@ -128,11 +131,19 @@ def _states(path: str | os.PathLike[str], names: Collection[str] | None) -> tupl
 
 
 def _check_blob(state: FileState, digest: str) -> None:
-    """The cache of the Hugging Face hub names the blob of a large file by its SHA-256."""
+    """The cache of the Hugging Face hub names the blob of a large file by its SHA-256, and a small one as git does."""
     blob = Path(state.real_path)
-    if blob.parent.name == "blobs" and _SHA_256.fullmatch(blob.name) and blob.name != digest:
+    if blob.parent.name != "blobs":
+        return
+    if _GIT_SHA_1.fullmatch(blob.name) and state.size <= MAX_GIT_BYTES:
+        with reading(blob):
+            content = blob.read_bytes()
+        digest = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    elif not _SHA_256.fullmatch(blob.name):
+        return
+    if blob.name != digest:
         raise IdentityError(
-            f"{state.path!r} leads to {str(blob)!r}, whose content has the SHA-256 {digest}: it is damaged or was "
+            f"{state.path!r} leads to {str(blob)!r}, whose content has the digest {digest}: it is damaged or was "
             "edited. Delete it and download the model again"
         )
 

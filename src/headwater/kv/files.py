@@ -25,8 +25,10 @@ KEEPS_TIMES = frozenset(
 )
 """File systems that give a file another ctime whenever its bytes change. tmpfs and ramfs do not, for writes through a
 mapping, and an overlay does what its layers do, which a container cannot see; so these are not here."""
-OWN_CLOCK = KEEPS_TIMES - {"nfs", "nfs4", "ceph", "lustre"}
-"""Of those: the ones whose times come from this machine's clock."""
+OWN_CLOCK = KEEPS_TIMES - {"nfs", "nfs4", "ceph", "lustre"} | {"overlay", "tmpfs", "ramfs"}
+"""File systems whose times come from this machine's clock."""
+FOREIGN_CLOCK_NS = 900_000_000_000
+"""How far the clock of another machine, which serves files to this one, may be behind."""
 
 
 class NamedFile(NamedTuple):
@@ -118,6 +120,18 @@ def first_change(before: Sequence[FileState], after: Sequence[FileState]) -> str
     return min((state.path for state in set(before) ^ set(after)), default="")
 
 
+def last_change(states: Iterable[FileState]) -> tuple[str, int]:
+    """(path, moment) of the last change on the way to these files, by this machine's clock: of a file, of a link, or
+    the move of a directory. Where another machine's clock gave the time, it may have been so much later."""
+    mounts, found = list_mounts(), ("", 0)
+    for state in states:
+        late_ns = 0 if file_system(state.real_path, mounts) in OWN_CLOCK else FOREIGN_CLOCK_NS
+        places = {Path(state.real_path), *(Path(link.path) for link in state.links)}
+        moved = [_moved_ns(folder) for folder in {folder for place in places for folder in place.parents}]
+        found = max(found, (state.path, max(state.changed_ns, *moved) + late_ns), key=lambda entry: entry[1])
+    return found
+
+
 def file_system(path: str, mounts: Sequence[tuple[str, str]]) -> str:
     """The type of the file system that a real path lies on; "" if that is not known."""
     found = ("", "")
@@ -195,6 +209,12 @@ def _follow(path: Path) -> tuple[Path, tuple[LinkState, ...]]:
             here = Path("/")
         rest.extend(reversed([name for name in target.parts if name != "/"]))
     return here, tuple(links)
+
+
+def _moved_ns(folder: Path) -> int:
+    """When a directory was renamed last, as far as that shows: a change of its entries sets both times to one value."""
+    info = folder.stat()
+    return info.st_ctime_ns if info.st_ctime_ns != info.st_mtime_ns else 0
 
 
 def _raise(error: OSError) -> None:
