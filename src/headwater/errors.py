@@ -7,7 +7,7 @@ what a caller must change before going on: an argument, a URL, a permission, a v
     ├── InvalidArgumentError (ValueError)   an argument is wrong, whatever the store holds
     │   ├── SpecError                       a KVSpec that describes no possible KV
     │   ├── IdentityError                   weights that cannot be named with certainty
-    │   │   └── WeightsChangedError         they changed between loading and naming them
+    │   │   └── WeightsChangedError         they changed while they were loaded or read
     │   ├── TopologyError                   a parallel layout that cannot exist for this spec
     │   ├── TokenError                      token ids or extras that cannot be hashed
     │   ├── BufferMismatchError             a caller's buffer has the wrong size, strides or rights
@@ -51,7 +51,7 @@ class IdentityError(InvalidArgumentError):
 
 
 class WeightsChangedError(IdentityError):
-    """Files of the checkpoint changed while it was loaded; a new start names them."""
+    """Files of the checkpoint changed while it was loaded or read; a new start names them."""
 
 
 class TopologyError(InvalidArgumentError):

@@ -42,6 +42,13 @@ def new_config(current: Path, new: Path) -> None:
     os.replace(shutil.copy(current / "config.json", current / "incoming"), current / "config.json")
 
 
+def two_versions_in_one(current: Path, new: Path) -> None:
+    """Halfway through a deployment the directory does not say what its weights are."""
+    shutil.copy(new / "model.safetensors", current / "model-00001-of-00001.safetensors")
+    (current / "model.safetensors").unlink()
+    (current / "model.safetensors.index.json").write_text("{")
+
+
 def answer(config: EngineConfig, at_the_end: Callable[[], None] = lambda: None) -> tuple[list[int], str, int]:
     """The tokens, why there is no pool, and how much of the prompt came from it."""
     calls = iter([at_the_end])
@@ -61,6 +68,20 @@ def answer(config: EngineConfig, at_the_end: Callable[[], None] = lambda: None) 
                 num_cached = output.num_cached_tokens
         assert engine.drain_saves(30.0)
         return tokens, engine.declined, num_cached
+
+
+def test_half_a_deployment_leaves_a_server_without_a_pool(tmp_path: Path) -> None:
+    current = save_random_checkpoint("llama", tmp_path / "current", seed=1)
+    config = EngineConfig(
+        model=str(current),
+        device="cpu",
+        num_threads=1,
+        num_pages=64,
+        max_model_len=1024,
+        pool=f"file://{tmp_path}/pool?capacity=64MiB",
+    )
+    _, declined, _ = answer(config, lambda: two_versions_in_one(current, current))
+    assert "restart the server" in declined
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict
 
+from headwater.errors import ModelError, WeightsChangedError
 from headwater.kv.identity import Identity, canonical_rope, canonical_settings
 from headwater.models.checkpoint import Checkpoint
 
@@ -26,9 +27,13 @@ def engine_identity(checkpoint: Checkpoint, dtype: str, load_format: str, device
         return Identity(
             weights=weights, run_dtype=dtype, kv_dtype=dtype, rope=rope, settings=settings, label=checkpoint.label
         )
+    try:
+        files = checkpoint.weight_files()
+    except ModelError as error:  # it said so when it was loaded
+        raise WeightsChangedError(f"{error}; the files changed while they were loaded, restart the server") from error
     return Identity.from_checkpoint(
         checkpoint.path,
-        files=checkpoint.weight_files(),
+        files=files,
         before=checkpoint.opened,
         run_dtype=dtype,
         kv_dtype=dtype,

@@ -11,7 +11,8 @@ import os
 import re
 import struct
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.errors import IdentityError, InvalidArgumentError, WeightsChangedError
@@ -67,28 +68,26 @@ def digest_checkpoint(
     """
     if threads is not None and threads < 1:
         raise InvalidArgumentError(f"threads is {threads}; expected at least 1, or None for all CPUs")
-    if not os.path.lexists(path):
-        raise IdentityError(
-            f"{os.fspath(path)!r} does not exist; expected a local directory or file. Download a model of the Hugging "
-            "Face hub first and pass the directory it is in"
-        )
     now_ns = time.time_ns()
-    states = _states(path, files)
+    with _there(before):
+        states = _states(path, files)
     check_unchanged(before, states)
     digests = DigestCache(enabled=cache and not sample)
-    settled = digests.settle(states, now_ns)
+    known = digests.load(states)
+    settled = digests.settle([state for state in states if state.cache_key not in known], now_ns)
     if settled:
         states = retake_states(states)  # some file systems set the time of a write when it reaches the disk
         check_unchanged(before, states)
-    known = digests.load(states)
+        known = digests.load(states)
     todo = [state for state in states if state.cache_key not in known]
     total_bytes = sum(state.size for state in states)
     hashes = hash_files(todo, sample=sample, threads=threads, progress=progress, total_bytes=total_bytes)
     known |= {state.cache_key: digest for state, digest in zip(todo, hashes, strict=True)}
-    if where := first_change(states, _states(path, files)):
-        raise changed(where)
-    if before is not None:
-        check_unchanged(before, retake_states(before))
+    with _there(before or states):
+        if where := first_change(states, _states(path, files)):
+            raise changed(where)
+        if before is not None:
+            check_unchanged(before, retake_states(before))
     if not sample:
         for state in states:
             _check_blob(state, known[state.cache_key])
@@ -120,7 +119,23 @@ def checkpoint_label(path: str | os.PathLike[str]) -> str:
     return _printable(here.name)
 
 
+@contextmanager
+def _there(before: Sequence[FileState] | None) -> Iterator[None]:
+    """What was there before the weights were loaded, and cannot be read now, has changed."""
+    try:
+        yield
+    except IdentityError as error:
+        if not before or isinstance(error, WeightsChangedError):
+            raise
+        raise WeightsChangedError(f"{error}; it was there before, restart the server to use the pool") from error
+
+
 def _states(path: str | os.PathLike[str], names: Collection[str] | None) -> tuple[FileState, ...]:
+    if not os.path.lexists(path):
+        raise IdentityError(
+            f"{os.fspath(path)!r} does not exist; expected a local directory or file. Download a model of the Hugging "
+            "Face hub first and pass the directory it is in"
+        )
     root = Path(path)
     with reading(path):
         root.resolve(strict=True)

@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from headwater.errors import IdentityError
+from headwater.errors import WeightsChangedError
 from headwater.kv.files import FileState, reading
 
 Progress = Callable[[int, int], None]
@@ -88,9 +88,11 @@ def sample_spans(size: int) -> list[Span]:
     return [Span(i * (size - length) // max(1, count - 1), length) for i in range(count)]
 
 
-def changed(path: str) -> IdentityError:
+def changed(path: str) -> WeightsChangedError:
     """The error for weights that do not hold still."""
-    return IdentityError(f"{path!r} changed while it was read; wait until nothing writes to the checkpoint, try again")
+    return WeightsChangedError(
+        f"{path!r} changed while it was read; wait until nothing writes to the checkpoint and try again"
+    )
 
 
 def _hash_file(state: FileState, spans: Sequence[Span], stop: threading.Event, report: Callable[[int], None]) -> str:
