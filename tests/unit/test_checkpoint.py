@@ -668,13 +668,28 @@ def write_in_place(model: Path) -> None:
     wait_until(written_later)
 
 
+def swap_link_and_back(model: Path) -> None:
+    """What was loaded in between, nobody knows."""
+    before = model.lstat()
+
+    def swapped_later() -> bool:
+        for target in (model.parent, model.parent / "v1"):
+            (model.parent / "new").symlink_to(target)
+            os.replace(model.parent / "new", model)
+        return model.lstat().st_ctime_ns != before.st_ctime_ns
+
+    wait_until(swapped_later)
+
+
 def touch_config(model: Path) -> None:
     (model / "config.json").unlink()
     (model / "config.json").write_bytes(b"{}")
 
 
 @pytest.mark.parametrize(
-    "deploy", [swap_link, replace_file, move_directory, write_in_place, touch_config], ids=lambda f: f.__name__
+    "deploy",
+    [swap_link, swap_link_and_back, replace_file, move_directory, write_in_place, touch_config],
+    ids=lambda f: f.__name__,
 )
 def test_weights_that_changed_since_they_were_loaded_have_no_name(
     model: Path, deploy: Callable[[Path], None], reads: list[str]
