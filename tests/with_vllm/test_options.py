@@ -187,10 +187,15 @@ def test_an_adapter_that_is_replaced_has_no_name_until_a_restart(tmp_path: Path,
 
 def test_an_adapter_younger_than_the_server_is_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It may have been loaded, and then replaced, before the first request with it comes."""
-    adapters = Adapters()
-    with caplog.at_level(logging.WARNING, LOGGER):
+    adapters, logger = Adapters(), logging.getLogger(LOGGER)
+    logger.addHandler(caplog.handler)  # vLLM's loggers do not pass anything on
+    logger.propagate = False
+    try:
         given = request(lora_request=lora(save_lora(tmp_path / "a", b"weights")))
         assert [request_inputs(given, adapters) for _ in range(3)] == [None] * 3
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.propagate = True
     assert caplog.text.count("younger than this server") == 1
 
 

@@ -45,6 +45,11 @@ SEVERAL_HOSTS = (
     "on one host (data-parallel replicas may run on others), or give its containers one /dev/shm"
 )
 
+TWO_NAMES = (
+    "the workers name this model otherwise than the scheduler does, so KV would be saved under a wrong name. Were its "
+    "files replaced while the server started? Restart it to use the pool"
+)
+
 _pools: dict[tuple[str, int], tuple[Pool, PoolFigures]] = {}
 _pools_lock = threading.Lock()
 
@@ -58,6 +63,11 @@ class Membership:
     identity: Identity
     spec: KVSpec
     chunk_tokens: int
+
+    @property
+    def home(self) -> str:
+        """Where this process's KV goes, and whose it is: all processes of a server must agree, or it has no pool."""
+        return f"{self.pool.home} {self.identity.digest.hex()}"
 
     def space(self, epoch: int) -> Space:
         """The server's space in some epoch."""
