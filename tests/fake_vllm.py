@@ -57,7 +57,7 @@ class FakeEngine:
                 head_dim=config["head_dim"],
                 dtype="float32",
             )
-            identity = hw.Identity(weights=f"xxh3-128:{7:032x}", run_dtype="float32", kv_dtype="float32")
+            identity = hw.Identity(weights=f"sha256:{7:064x}", run_dtype="float32", kv_dtype="float32")
             self.pool = hw.open_pool(extra["pool"], group=secrets.randbits(62) | 1)
             self.space = self.pool.space(identity, spec)
             self.shard = hw.Topology().shard(spec)

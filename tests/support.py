@@ -34,7 +34,7 @@ WAIT_S = 120.0
 
 def identity(tag: int = 0, dtype: str = "float16") -> Identity:
     """An identity that differs by `tag`."""
-    return Identity(weights=f"xxh3-128:{tag:032x}", run_dtype=dtype, kv_dtype=dtype)
+    return Identity(weights=f"sha256:{tag:064x}", run_dtype=dtype, kv_dtype=dtype)
 
 
 def gqa(layers: int = 3, heads: int = 4, dim: int = 4, dtype: str = "float16") -> KVSpec:

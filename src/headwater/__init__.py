@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TokenError,
         TopologyError,
         UrlError,
+        WeightsChangedError,
     )
     from headwater.kv.checkpoint import digest_checkpoint
     from headwater.kv.hashing import ChunkKeys, ChunkRef, Extra
@@ -62,7 +63,7 @@ _HOMES = {
         "BackendError BufferMismatchError CapacityError ConfigError DeadlineError EngineConfigError EngineDeadError "
         "EngineError FormatVersionError HeadwaterError IdentityError InvalidArgumentError MemoryBudgetError ModelError "
         "RequestError SettingsMismatchError SpecError SpecMismatchError StoreClosedError StoreDamagedError "
-        "StoreError StorePermissionError TokenError TopologyError UrlError"
+        "StoreError StorePermissionError TokenError TopologyError UrlError WeightsChangedError"
     ),
     "headwater.kv.checkpoint": "digest_checkpoint",
     "headwater.kv.hashing": "ChunkKeys ChunkRef Extra",
@@ -130,6 +131,7 @@ __all__ = [
     "TopologyError",
     "UrlError",
     "VerifyReport",
+    "WeightsChangedError",
     "__version__",
     "digest_checkpoint",
     "open_pool",

@@ -7,6 +7,7 @@ what a caller must change before going on: an argument, a URL, a permission, a v
     ├── InvalidArgumentError (ValueError)   an argument is wrong, whatever the store holds
     │   ├── SpecError                       a KVSpec that describes no possible KV
     │   ├── IdentityError                   weights that cannot be named with certainty
+    │   │   └── WeightsChangedError         they changed while they were loaded or read
     │   ├── TopologyError                   a parallel layout that cannot exist for this spec
     │   ├── TokenError                      token ids or extras that cannot be hashed
     │   ├── BufferMismatchError             a caller's buffer has the wrong size, strides or rights
@@ -47,6 +48,10 @@ class SpecError(InvalidArgumentError):
 
 class IdentityError(InvalidArgumentError):
     """The weights cannot be named with certainty."""
+
+
+class WeightsChangedError(IdentityError):
+    """Files of the checkpoint changed while it was loaded or read; a new start names them."""
 
 
 class TopologyError(InvalidArgumentError):

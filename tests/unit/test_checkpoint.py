@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import mmap
 import os
+import shutil
 import struct
+import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headwater.errors import IdentityError, InvalidArgumentError
-from headwater.kv import checkpoint
+from headwater.errors import IdentityError, InvalidArgumentError, WeightsChangedError
+from headwater.kv import digest_cache, file_hash, files
 from headwater.kv.checkpoint import checkpoint_label, digest_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -31,6 +35,10 @@ real_time_ns = time.time_ns
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No test reads or writes the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    here = files.file_system(str(tmp_path.resolve()), files.list_mounts())
+    monkeypatch.setattr(
+        digest_cache, "KEEPS_TIMES", files.KEEPS_TIMES | {here}
+    )  # the directory of tests may be a tmpfs
     return tmp_path / "cache" / "headwater" / "digests.json"
 
 
@@ -42,21 +50,21 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SPAN_BYTES", 1000)
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 300)
+    monkeypatch.setattr(file_hash, "SPAN_BYTES", 1000)
+    monkeypatch.setattr(file_hash, "PIECE_BYTES", 300)
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that were read, once per span."""
+    """The names of the files that were read."""
     names: list[str] = []
-    original = checkpoint._hash_span
+    original = file_hash._hash_file
 
-    def spy(path: Path, span: checkpoint.Span) -> bytes:
-        names.append(path.name)
-        return original(path, span)
+    def spy(state: files.FileState, *rest: Any) -> str:
+        names.append(Path(state.path).name)
+        return original(state, *rest)
 
-    monkeypatch.setattr(checkpoint, "_hash_span", spy)
+    monkeypatch.setattr(file_hash, "_hash_file", spy)
     return names
 
 
@@ -81,15 +89,13 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def reference(files: dict[str, bytes], span_bytes: int = 64 << 20) -> str:
+def reference(files: dict[str, bytes]) -> str:
     """The documented encoding, written down a second time."""
-    data = b"headwater checkpoint v1\0"
+    data = b"headwater checkpoint v2\0"
     for name in sorted(files, key=str.encode):
-        content = files[name]
-        spans = [content[i : i + span_bytes] for i in range(0, len(content), span_bytes)]
-        digest = xxhash.xxh3_128_digest(b"".join(xxhash.xxh3_128_digest(span) for span in spans))
-        data += struct.pack("<I", len(name.encode())) + name.encode() + struct.pack("<Q", len(content)) + digest
-    return "xxh3-128:" + xxhash.xxh3_128_hexdigest(data)
+        digest = hashlib.sha256(files[name]).digest()
+        data += struct.pack("<I", len(name.encode())) + name.encode() + struct.pack("<Q", len(files[name])) + digest
+    return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 # -- what the digest is ---------------------------------------------------------------------------------------------
@@ -100,47 +106,54 @@ def test_digest_is_the_documented_encoding_and_never_changes(tmp_path: Path) -> 
     folder = write(tmp_path / "m", files)
     write(folder, {"config.json": b"{}", "README.md": b"hi"})
     # A change here gives every checkpoint of every user another name.
-    assert digest_checkpoint(folder) == reference(files) == "xxh3-128:31d84875655066afbd41fe6f98894713"
-    assert digest_checkpoint(folder / "b.bin") == reference({"": b"abc"}) == "xxh3-128:ea9055f7c07cbc9ecd9534a9b714f866"
-    assert checkpoint.SPAN_BYTES == 64 << 20
+    whole = "sha256:e326d3e9c824575d92029dd2944bd2ed1e544235e18734170f4aeed93d7069e8"
+    single = "sha256:3669f9e69fb7997822ef366805ddeee5658162e04a508e455d6b2a5dd1ee1f6a"
+    assert digest_checkpoint(folder) == reference(files) == whole
+    assert digest_checkpoint(folder / "b.bin") == reference({"": b"abc"}) == single
+
+
+def test_a_file_is_named_by_the_sha_256_that_everybody_computes(model: Path, own_cache: Path) -> None:
+    """XXH3 has second preimages for the price of a few chosen bytes; a tool that is not ours must agree."""
+    path = model / "model-00001-of-00002.safetensors"
+    said = subprocess.run(["sha256sum", str(path)], check=True, capture_output=True, text=True).stdout.split()[0]
+    name = b"headwater checkpoint v2\0" + struct.pack("<IQ", 0, path.stat().st_size) + bytes.fromhex(said)
+    assert digest_checkpoint(path) == "sha256:" + hashlib.sha256(name).hexdigest()
 
 
 @pytest.mark.usefixtures("small_spans")
 def test_digest_does_not_depend_on_threads_order_or_pieces(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json")
-    expected = reference({name: (model / name).read_bytes() for name in names}, span_bytes=1000)
+    expected = reference({name: (model / name).read_bytes() for name in names})
     for threads in (None, 1, 2, 7, 64):
         assert digest_checkpoint(model, threads=threads, cache=False) == expected
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 7)
+    monkeypatch.setattr(file_hash, "PIECE_BYTES", 7)
     assert digest_checkpoint(model, cache=False) == expected
-
-    original = checkpoint._hash_span
-
-    def last_first(path: Path, span: checkpoint.Span) -> bytes:
-        """Spans of the first thousand bytes finish only after all the others of their file have begun."""
-        if span.offset == 0:
-            assert later.wait(10)
-        elif span.offset >= 4000:
-            later.set()
-        return original(path, span)
-
-    later = threading.Event()
-    monkeypatch.setattr(checkpoint, "_hash_span", last_first)
-    assert digest_checkpoint(model, threads=16, cache=False) == expected
 
 
 @pytest.mark.usefixtures("small_spans")
-def test_one_big_file_keeps_every_thread_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path, {"m.safetensors": bytes(4000)}) / "m.safetensors"
-    together = threading.Barrier(4, timeout=10)
-    original = checkpoint._hash_span
+def test_files_are_read_side_by_side(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(3, timeout=10)
+    original = file_hash._hash_file
 
-    def meet(path: Path, span: checkpoint.Span) -> bytes:
-        together.wait()  # raises unless four spans are under way at once
-        return original(path, span)
+    def meet(*args: Any) -> str:
+        together.wait()  # raises unless three files are under way at once
+        return original(*args)
 
-    monkeypatch.setattr(checkpoint, "_hash_span", meet)
-    assert digest_checkpoint(path, threads=4, cache=False) == reference({"": bytes(4000)}, span_bytes=1000)
+    monkeypatch.setattr(file_hash, "_hash_file", meet)
+    digest_checkpoint(model, threads=3, cache=False)
+
+
+def test_only_files_that_are_loaded_count(model: Path) -> None:
+    one = "model-00001-of-00002.safetensors"
+    before = digest_checkpoint(model, files=[one])
+    assert before == reference({one: (model / one).read_bytes()})
+    write(model, {"pytorch_model.bin": b"other weights"})
+    assert digest_checkpoint(model, files=[one]) == before
+    assert digest_checkpoint(model, files=["pytorch_model.bin"]) == reference({"pytorch_model.bin": b"other weights"})
+    with pytest.raises(IdentityError, match="nothing to name"):
+        digest_checkpoint(model, files=[])
+    with pytest.raises(IdentityError, match="cannot read"):
+        digest_checkpoint(model, files=["gone.bin"])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -150,7 +163,7 @@ def test_one_flipped_bit_anywhere_changes_it(tmp_path: Path, data: st.DataObject
     bit = data.draw(st.integers(0, 7))
     content = bytearray(i * 37 % 251 for i in range(size))
     path = tmp_path / "m.safetensors"
-    with mock.patch.object(checkpoint, "SPAN_BYTES", 1000), mock.patch.object(checkpoint, "PIECE_BYTES", 300):
+    with mock.patch.object(file_hash, "SPAN_BYTES", 1000), mock.patch.object(file_hash, "PIECE_BYTES", 300):
         path.write_bytes(content)
         before = digest_checkpoint(path, cache=False)
         content[position] ^= 1 << bit
@@ -200,7 +213,7 @@ def test_other_files_do_not_count_but_indexes_do(model: Path) -> None:
     assert digest_checkpoint(model) != before
 
 
-@pytest.mark.parametrize("suffix", [*checkpoint.WEIGHT_SUFFIXES, ".SAFETENSORS"])
+@pytest.mark.parametrize("suffix", [*files.WEIGHT_SUFFIXES, ".SAFETENSORS"])
 def test_every_weight_format_counts_in_subdirectories_too(model: Path, suffix: str) -> None:
     before = digest_checkpoint(model)
     write(model, {f"deep/er/extra{suffix}": b"x"})
@@ -240,7 +253,7 @@ def test_names_that_are_not_text_are_hashed_too(tmp_path: Path) -> None:
 
 
 def test_sampling_is_another_scheme_and_sees_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SAMPLE_BYTES", 10)
+    monkeypatch.setattr(file_hash, "SAMPLE_BYTES", 10)
     path = tmp_path / "m.safetensors"
     content = bytearray(range(250)) * 4
 
@@ -250,7 +263,7 @@ def test_sampling_is_another_scheme_and_sees_both_ends(tmp_path: Path, monkeypat
 
     path.write_bytes(content)
     before = digest_checkpoint(path, sample=True)
-    assert before.startswith("sampled-xxh3-128:")
+    assert before.startswith("sampled-sha256:")
     assert before.removeprefix("sampled-") != digest_checkpoint(path)
     assert sampled(0) != before
     assert sampled(9) != before
@@ -263,11 +276,11 @@ def test_sampling_is_another_scheme_and_sees_both_ends(tmp_path: Path, monkeypat
 
 @given(st.integers(1, 100_000))
 def test_samples_lie_inside_and_cover_small_files(size: int) -> None:
-    with mock.patch.object(checkpoint, "SAMPLE_BYTES", 1000):
-        spans = checkpoint._sample_spans(0, size)
+    with mock.patch.object(file_hash, "SAMPLE_BYTES", 1000):
+        spans = file_hash.sample_spans(size)
     assert spans[0].offset == 0
     assert spans[-1].offset + spans[-1].length == size
-    assert len(set(spans)) == len(spans) <= checkpoint.SAMPLES_PER_FILE
+    assert len(set(spans)) == len(spans) <= file_hash.SAMPLES_PER_FILE
     if size <= 16_000:
         assert all(b.offset <= a.offset + a.length for a, b in itertools.pairwise(spans))
 
@@ -357,7 +370,7 @@ def test_a_file_written_just_now_is_not_cached(tmp_path: Path, own_cache: Path) 
         b"[]",
         b"null",
         b"[" * 100_000,
-        b'{"format": "headwater digests v1", "files": []}',
+        b'{"format": "headwater digests v2", "files": []}',
         b'{"format": "headwater digests v0", "files": {}}',
     ],
 )
@@ -376,12 +389,12 @@ def test_a_damaged_cache_is_a_miss_and_is_repaired(
 @pytest.mark.usefixtures("settled")
 def test_a_cache_that_is_too_big_is_not_parsed(model: Path, own_cache: Path, reads: list[str]) -> None:
     first = digest_checkpoint(model)
-    own_cache.write_bytes(own_cache.read_bytes() + b" " * checkpoint.MAX_CACHE_BYTES)
+    own_cache.write_bytes(own_cache.read_bytes() + b" " * digest_cache.MAX_CACHE_BYTES)
     assert digest_checkpoint(model) == first
     assert len(reads) == 6
 
 
-@pytest.mark.parametrize("value", ["", "xyz", "A" * 32, "0" * 31, 7, None])
+@pytest.mark.parametrize("value", ["", "xyz", "A" * 64, "0" * 63, "0" * 32, 7, None])
 @pytest.mark.usefixtures("settled")
 def test_a_damaged_entry_is_a_miss(model: Path, own_cache: Path, reads: list[str], value: Any) -> None:
     first = digest_checkpoint(model)
@@ -404,17 +417,17 @@ def test_an_older_format_of_the_same_entries_is_not_believed(model: Path, own_ca
 
 @pytest.mark.usefixtures("settled")
 def test_the_cache_keeps_the_newest(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "MAX_CACHE_ENTRIES", 3)
+    monkeypatch.setattr(digest_cache, "MAX_CACHE_ENTRIES", 3)
     paths = [tmp_path / f"{i}.bin" for i in range(5)]
     for i, path in enumerate(paths):
         path.write_bytes(bytes([i]))
         digest_checkpoint(path)
     inodes = [int(key.split(":")[1]) for key in entries(own_cache)]
     assert inodes == [path.stat().st_ino for path in paths[2:]]
-    monkeypatch.setattr(checkpoint, "MAX_CACHE_ENTRIES", 4096)
-    full = {f"{i}:" + "9" * 120: "0" * 32 for i in range(4096)}
-    own_cache.write_text(json.dumps({"format": checkpoint.CACHE_FORMAT, "files": full}, indent=0))
-    assert own_cache.stat().st_size < checkpoint.MAX_CACHE_BYTES
+    monkeypatch.setattr(digest_cache, "MAX_CACHE_ENTRIES", 4096)
+    full = {f"{i}:" + "9" * 120: "0" * 64 for i in range(4096)}
+    own_cache.write_text(json.dumps({"format": digest_cache.CACHE_FORMAT, "files": full}, indent=0))
+    assert own_cache.stat().st_size < digest_cache.MAX_CACHE_BYTES
 
 
 @pytest.mark.usefixtures("settled")
@@ -459,10 +472,96 @@ def test_many_at_once_agree_and_leave_a_whole_cache(tmp_path: Path, own_cache: P
     with ThreadPoolExecutor(8) as executor:
         found = list(executor.map(digest_checkpoint, paths * 5))
     assert found == [reference({"": bytes([i]) * 100}) for i in range(8)] * 5
-    assert set(entries(own_cache).values()) <= {
-        xxhash.xxh3_128_hexdigest(xxhash.xxh3_128_digest(bytes([i]) * 100)) for i in range(8)
-    }
+    assert set(entries(own_cache).values()) <= {hashlib.sha256(bytes([i]) * 100).hexdigest() for i in range(8)}
     assert [path.name for path in own_cache.parent.iterdir()] == [own_cache.name]
+
+
+@pytest.mark.parametrize("mode", [0o622, 0o660, 0o602])
+@pytest.mark.parametrize("what", ["file", "directory"])
+@pytest.mark.usefixtures("settled")
+def test_a_cache_that_others_can_write_is_not_believed(
+    model: Path, own_cache: Path, reads: list[str], mode: int, what: str
+) -> None:
+    first = digest_checkpoint(model)
+    forged = dict.fromkeys(entries(own_cache), "0" * 64)
+    own_cache.write_text(json.dumps({"format": digest_cache.CACHE_FORMAT, "files": forged}))
+    assert digest_checkpoint(model) != first, "the forged entries are found where nothing else is wrong"
+    reads.clear()
+    (own_cache if what == "file" else own_cache.parent).chmod(mode | 0o100)
+    assert digest_checkpoint(model) == first
+    assert len(reads) == 3
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_cache_of_another_user_or_behind_a_link_is_not_believed(
+    model: Path, own_cache: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest_checkpoint(model)
+    reads.clear()
+    owner = os.geteuid()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: owner + 1)
+        digest_checkpoint(model)
+    assert len(reads) == 3
+    reads.clear()
+    own_cache.symlink_to(own_cache.rename(own_cache.with_name("elsewhere.json")))
+    digest_checkpoint(model)
+    assert len(reads) == 3
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs")
+def test_files_on_a_tmpfs_are_read_every_time(
+    model: Path, own_cache: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tmpfs notes no write through a mapping."""
+    monkeypatch.setattr(digest_cache, "KEEPS_TIMES", files.KEEPS_TIMES)
+    monkeypatch.setattr(digest_cache, "RACY_NS", -(10**12))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        write(Path(folder), {"m.safetensors": b"weights"})
+        one = digest_checkpoint(folder)
+        with open(Path(folder, "m.safetensors"), "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+            mapped[:1] = b"W"
+        assert digest_checkpoint(folder) != one
+    assert len(reads) == 2
+    assert not own_cache.exists()
+
+
+def test_a_write_through_a_mapping_is_seen(
+    tmp_path: Path, own_cache: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux changes a file's times at the first write to a page, and then not until the page has gone to disk."""
+    if files.file_system(str(tmp_path.resolve()), files.list_mounts()) not in files.KEEPS_TIMES:
+        pytest.skip("the directory of tests lies on a file system whose files are never cached")
+    monkeypatch.setattr(digest_cache, "RACY_NS", -(10**12))
+    path = write(tmp_path, {"m.safetensors": b"weights" * 1000}) / "m.safetensors"
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[:1] = b"1"
+        found = [digest_checkpoint(path)]
+        before = path.stat().st_mtime_ns
+        wait_until(lambda: time.time_ns() > before + 20_000_000)
+        for content in (b"2", b"3"):
+            mapped[:1] = content
+            found.append(digest_checkpoint(path))
+    assert len(set(found)) == 3
+    assert len(reads) == 3
+    assert digest_checkpoint(path) == found[-1]
+    assert len(reads) == 3, "and what did not change is still not read again"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("/a", "ext4"), ("/mnt/x y/z", "tmpfs"), ("/mnt/x y", "tmpfs"), ("/mnt/x yz", "xfs"), ("/home/me", "nfs4")],
+)
+def test_the_innermost_mount_decides(path: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "1 0 8:1 / / rw shared:1 - ext4 /dev/sda rw",
+        "2 1 8:2 / /mnt rw - xfs /dev/sdb rw",
+        "3 2 0:9 / /mnt/x\\040y rw - tmpfs none rw",
+        "4 1 8:3 / /home rw - ext4 /dev/sdc rw",
+        "5 1 0:7 / /home rw - nfs4 server:/ rw",
+    ]
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: "\n".join(lines))
+    assert files.file_system(path, files.list_mounts()) == expected
 
 
 # -- Hugging Face snapshots ---------------------------------------------------------------------------------------
@@ -479,62 +578,36 @@ def snapshot(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_snapshot_is_named_by_its_commit_without_reading(snapshot: Path, tmp_path: Path, reads: list[str]) -> None:
-    (tmp_path / "link").symlink_to(snapshot)
-    calls: list[tuple[int, int]] = []
-    assert digest_checkpoint(snapshot, progress=lambda *call: calls.append(call)) == f"hf-commit:{COMMIT}"
-    assert digest_checkpoint(tmp_path / "link", sample=True) == f"hf-commit:{COMMIT}"
-    (snapshot / "config.json").unlink()
-    (snapshot / "config.json").write_bytes(b"edited: does not count")
-    assert digest_checkpoint(snapshot) == f"hf-commit:{COMMIT}"
-    assert reads == []
-    assert calls == []
+def test_a_snapshot_and_a_copy_of_it_have_one_name(snapshot: Path, tmp_path: Path) -> None:
+    copy = write(tmp_path / "copy", {"model.safetensors": b"weights"})
+    assert digest_checkpoint(snapshot) == digest_checkpoint(copy) == reference({"model.safetensors": b"weights"})
 
 
-def test_a_sharded_snapshot_is_named_by_its_commit(snapshot: Path) -> None:
-    (snapshot / "model.safetensors").rename(snapshot / "model-00001-of-00001.safetensors")
-    assert digest_checkpoint(snapshot).startswith("xxh3-128:")  # not the entry point that a loader takes first
-    (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/bb")
-    assert digest_checkpoint(snapshot) == f"hf-commit:{COMMIT}"
-
-
-def test_a_file_put_in_place_of_a_link_is_not_the_commit(snapshot: Path) -> None:
+def link_blob(snapshot: Path, content: bytes, name: str) -> Path:
+    blob = snapshot.parent.parent / "blobs" / name
+    blob.write_bytes(content)
     (snapshot / "model.safetensors").unlink()
-    (snapshot / "model.safetensors").write_bytes(b"weights")
-    assert digest_checkpoint(snapshot) == reference({"model.safetensors": b"weights"})
+    (snapshot / "model.safetensors").symlink_to(f"../../blobs/{name}")
+    return blob
 
 
-def test_an_added_weight_file_is_not_the_commit(snapshot: Path) -> None:
-    write(snapshot, {"sub/extra.bin": b"x"})
-    assert digest_checkpoint(snapshot) == reference({"model.safetensors": b"weights", "sub/extra.bin": b"x"})
-
-
-def test_a_weight_file_put_among_the_blobs_is_not_the_commit(snapshot: Path) -> None:
-    (snapshot.parent.parent / "blobs" / "extra.bin").write_bytes(b"x")
-    (snapshot / "sub").symlink_to("../../blobs")
-    assert digest_checkpoint(snapshot) == reference({"model.safetensors": b"weights", "sub/extra.bin": b"x"})
-
-
-def test_a_blob_edited_through_its_link_is_not_the_commit(snapshot: Path) -> None:
-    link = snapshot / "model.safetensors"
-    linked_ns = link.lstat().st_mtime_ns
-
-    def edited_later() -> bool:
-        link.write_bytes(b"Weights")
-        return link.stat().st_mtime_ns > linked_ns
-
-    wait_until(edited_later)
-    assert digest_checkpoint(snapshot) == reference({"model.safetensors": b"Weights"})
-
-
-@pytest.mark.parametrize("target", ["../../elsewhere/aa", "../../blobs/deep/aa", "../../blobs/out"])
-def test_a_link_that_leaves_the_blobs_is_not_the_commit(snapshot: Path, target: str) -> None:
-    repository = snapshot.parent.parent
-    write(repository, {"elsewhere/aa": b"other", "blobs/deep/aa": b"other"})
-    (repository / "blobs" / "out").symlink_to("../elsewhere/aa")
-    (snapshot / "model.safetensors").unlink()
-    (snapshot / "model.safetensors").symlink_to(target)
-    assert digest_checkpoint(snapshot) == reference({"model.safetensors": b"other"})
+@pytest.mark.usefixtures("settled")
+def test_a_blob_that_is_not_what_its_name_says_is_refused(snapshot: Path, own_cache: Path) -> None:
+    blob = link_blob(snapshot, b"weights", hashlib.sha256(b"weights").hexdigest())
+    expected = reference({"model.safetensors": b"weights"})
+    assert digest_checkpoint(snapshot) == digest_checkpoint(snapshot) == expected
+    blob.write_bytes(b"Weights")
+    with pytest.raises(IdentityError, match="damaged or was edited"):
+        digest_checkpoint(snapshot)
+    with pytest.raises(IdentityError, match="damaged or was edited"):
+        digest_checkpoint(snapshot / "model.safetensors", cache=False)
+    assert len(entries(own_cache)) == 1
+    small = hashlib.sha1(b"blob 5\0small").hexdigest()  # as `git hash-object` does
+    blob = link_blob(snapshot, b"small", small)
+    assert digest_checkpoint(snapshot) == reference({"model.safetensors": b"small"})
+    blob.write_bytes(b"SMALL")
+    with pytest.raises(IdentityError, match="damaged or was edited"):
+        digest_checkpoint(snapshot)
 
 
 def test_alternatives_in_one_commit_are_told_apart(snapshot: Path) -> None:
@@ -543,20 +616,8 @@ def test_alternatives_in_one_commit_are_told_apart(snapshot: Path) -> None:
     one = digest_checkpoint(snapshot)
     (snapshot / "tiny-Q4.gguf").unlink()
     (snapshot / "tiny-Q8.gguf").symlink_to("../../blobs/bb")
-    assert COMMIT not in one
     assert digest_checkpoint(snapshot) != one
     assert digest_checkpoint(snapshot / "tiny-Q8.gguf") == reference({"": b"{}"})
-
-
-@pytest.mark.parametrize(
-    "place", ["models--acme--tiny-llm/other/" + COMMIT, "acme/snapshots/" + COMMIT, "models--a--b/snapshots/main"]
-)
-def test_only_the_layout_of_the_hub_counts_as_a_snapshot(snapshot: Path, place: str) -> None:
-    folder = snapshot.parents[2] / "x" / place
-    write(folder.parent.parent, {"blobs/aa": b"weights"})
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").symlink_to("../../blobs/aa")
-    assert digest_checkpoint(folder) == reference({"model.safetensors": b"weights"})
 
 
 def test_a_blob_that_is_missing_is_an_error(snapshot: Path) -> None:
@@ -571,6 +632,85 @@ def test_labels_are_names_for_people(snapshot: Path) -> None:
     assert checkpoint_label(os.fsdecode(b"/models/\xff")) == "?"
 
 
+# -- what was loaded ----------------------------------------------------------------------------------------------
+
+
+def swap_link(model: Path) -> None:
+    """As deployments do whose current version is a link."""
+    (model.parent / "new").symlink_to(shutil.copytree(model.resolve(), model.parent / "v2"))
+    os.replace(model.parent / "new", model)
+
+
+def replace_file(model: Path) -> None:
+    one = model / "model-00001-of-00002.safetensors"
+    (model / "new").write_bytes(one.read_bytes())
+    os.replace(model / "new", one)
+
+
+def move_directory(model: Path) -> None:
+    shutil.copytree(model.resolve(), model.parent / "v2", copy_function=os.link)
+    for file in (model.parent / "v2").iterdir():
+        shutil.copy2(file, str(file) + ".copy")
+        os.replace(str(file) + ".copy", file)
+    model.resolve().rename(model.parent / "old")
+    (model.parent / "v2").rename(model.parent / "v1")
+
+
+def write_in_place(model: Path) -> None:
+    path = model / "model-00002-of-00002.safetensors"
+    before = path.stat()
+
+    def written_later() -> bool:
+        path.write_bytes(b"SECOND" * 700)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return path.stat().st_ctime_ns != before.st_ctime_ns
+
+    wait_until(written_later)
+
+
+def swap_link_and_back(model: Path) -> None:
+    """What was loaded in between, nobody knows."""
+    before = model.lstat()
+
+    def swapped_later() -> bool:
+        for target in (model.parent, model.parent / "v1"):
+            (model.parent / "new").symlink_to(target)
+            os.replace(model.parent / "new", model)
+        return model.lstat().st_ctime_ns != before.st_ctime_ns
+
+    wait_until(swapped_later)
+
+
+def touch_config(model: Path) -> None:
+    (model / "config.json").unlink()
+    (model / "config.json").write_bytes(b"{}")
+
+
+@pytest.mark.parametrize(
+    "deploy",
+    [swap_link, swap_link_and_back, replace_file, move_directory, write_in_place, touch_config],
+    ids=lambda f: f.__name__,
+)
+def test_weights_that_changed_since_they_were_loaded_have_no_name(
+    model: Path, deploy: Callable[[Path], None], reads: list[str]
+) -> None:
+    current = model.parent / "current"
+    model.rename(model.parent / "v1")
+    current.symlink_to("v1")
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    before = files.take_states(files.NamedFile(name, current / name) for name in (*names, "config.json"))
+    expected = digest_checkpoint(current, files=names)
+    assert digest_checkpoint(current, files=names, before=before) == expected
+    with pytest.raises(WeightsChangedError, match=r"restart the server to use the pool"):
+        digest_checkpoint(current, files=names, before=before[:-1])  # one that was not known before
+    deploy(current)
+    reads.clear()
+    with pytest.raises(WeightsChangedError, match=r"replaced or changed while the server started"):
+        digest_checkpoint(current, files=names, before=before)
+    assert deploy is touch_config or not reads, "nothing is read for a name that cannot be given"
+    digest_checkpoint(current, files=names)
+
+
 # -- progress -----------------------------------------------------------------------------------------------------
 
 
@@ -579,7 +719,7 @@ def test_labels_are_names_for_people(snapshot: Path) -> None:
 def test_progress_reaches_the_total_in_the_calling_thread(
     model: Path, sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "SAMPLE_BYTES", 900)  # so that samples overlap
+    monkeypatch.setattr(file_hash, "SAMPLE_BYTES", 900)  # so that samples overlap
     total = sum(path.stat().st_size for path in model.iterdir() if path.name.startswith("model"))
     calls: list[tuple[int, int, int]] = []
 
@@ -604,13 +744,14 @@ def test_an_interrupted_reading_stops_soon(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "m.bin"
     path.write_bytes(bytes(2_000_000))
     reads: list[int] = []
+    original = os.preadv
 
-    def slow_disk(path: Path, span: checkpoint.Span) -> bytes:
-        reads.append(span.offset)
+    def slow_disk(handle: int, buffers: Any, offset: int) -> int:
+        reads.append(offset)
         threading.Event().wait(0.01)
-        return bytes(16)
+        return original(handle, buffers, offset)
 
-    monkeypatch.setattr(checkpoint, "_hash_span", slow_disk)
+    monkeypatch.setattr(os, "preadv", slow_disk)
 
     def interrupt(done: int, total: int) -> None:
         if done:
@@ -618,7 +759,7 @@ def test_an_interrupted_reading_stops_soon(tmp_path: Path, monkeypatch: pytest.M
 
     with pytest.raises(KeyboardInterrupt):
         digest_checkpoint(path, threads=2, progress=interrupt)
-    assert 1 <= len(reads) < 1000  # of 2000
+    assert 1 <= len(reads) < 1000  # of 8000
 
 
 def test_an_error_of_the_callback_is_not_taken_for_ours(model: Path) -> None:
@@ -680,7 +821,7 @@ def unreadable(model: Path) -> Iterator[Path]:
 
 def test_an_unreadable_file_is_refused(unreadable: Path) -> None:
     if os.access(unreadable, os.R_OK):  # root reads everything
-        denied = mock.patch("builtins.open", side_effect=PermissionError(13, "Permission denied", str(unreadable)))
+        denied = mock.patch("os.open", side_effect=PermissionError(13, "Permission denied", str(unreadable)))
         with denied, pytest.raises(IdentityError, match=r"cannot read .*Permission denied"):
             digest_checkpoint(unreadable.parent, cache=False)
     else:
@@ -701,10 +842,11 @@ def test_an_unreadable_directory_is_not_skipped(model: Path) -> None:
         digest_checkpoint(model)
 
 
-def test_a_span_that_is_no_longer_there_stops_the_reading_at_once(tmp_path: Path) -> None:
+def test_a_file_that_ends_early_stops_the_reading_at_once(tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_bytes(b"short")
+    (state,) = files.take_states([files.NamedFile("", tmp_path / "m.bin")])
     with pytest.raises(IdentityError, match="changed while it was read"):
-        checkpoint._hash_span(tmp_path / "m.bin", checkpoint.Span(0, 3, 100))
+        file_hash._hash_file(state, [file_hash.Span(3, 100)], threading.Event(), lambda count: None)
 
 
 @pytest.mark.parametrize("change", ["append", "touch", "truncate", "replace", "add", "remove"])
@@ -713,14 +855,14 @@ def test_weights_that_change_while_they_are_read_are_refused(
     model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     first = model / "model-00001-of-00002.safetensors"
-    original = checkpoint._hash_span
+    original = file_hash._hash_file
 
-    def disturbed(path: Path, span: checkpoint.Span) -> bytes:
-        if path != first:
-            return b"" if change == "remove" else original(path, span)
+    def disturbed(state: files.FileState, *rest: Any) -> str:
+        if Path(state.path) != first:
+            return "" if change == "remove" else original(state, *rest)
         if change == "truncate":
             os.truncate(first, 100)
-        digest = original(path, span)
+        digest = original(state, *rest)
         match change:
             case "append":
                 with open(first, "ab") as file:
@@ -736,15 +878,15 @@ def test_weights_that_change_while_they_are_read_are_refused(
                 (model / "model.safetensors.index.json").unlink()
         return digest
 
-    monkeypatch.setattr(checkpoint, "_hash_span", disturbed)
-    with pytest.raises(IdentityError, match="changed while it was read"):
+    monkeypatch.setattr(file_hash, "_hash_file", disturbed)
+    with pytest.raises(IdentityError, match=r"changed while|cannot read .*index\.json"):
         digest_checkpoint(model, threads=1)
     assert not own_cache.exists()
 
 
 def entries(cache: Path) -> dict[str, str]:
     data = json.loads(cache.read_bytes())
-    assert data["format"] == checkpoint.CACHE_FORMAT
+    assert data["format"] == digest_cache.CACHE_FORMAT
     found: dict[str, str] = data["files"]
     return found
 

@@ -43,7 +43,7 @@ class Place:
 
     def fill(self, num_tokens: int, *, model: str = "toy", weights: str = "11", tenant: bytes = b"") -> None:
         """Store a prompt of so many tokens in chunks of 16."""
-        digest = "xxh3-128:" + weights * (32 // len(weights))
+        digest = "sha256:" + weights * (64 // len(weights))
         identity = Identity(weights=digest, run_dtype="float16", kv_dtype="float16", label=model)
         with self.open() as pool:
             space = pool.space(identity, SMALL, chunk_tokens=16)
@@ -262,7 +262,7 @@ def test_ls_has_a_row_per_root(cli: Cli, place: Place) -> None:
     )
     assert (oldest["chunks"], oldest["tokens"], oldest["bytes"]) == (3, 40, SMALL.extent_bytes(40))
     assert KVSpec.from_canonical(oldest["spec"]) == SMALL
-    assert oldest["identity"]["weights"] == "xxh3-128:" + "ab" * 16
+    assert oldest["identity"]["weights"] == "sha256:" + "ab" * 32
     assert (oldest["pinned"], oldest["leased"], oldest["chunk_tokens"]) == (0, 0, 16)
 
     human = cli("pool", "ls", place.url).out.splitlines()
@@ -276,7 +276,7 @@ def test_ls_has_a_row_per_root(cli: Cli, place: Place) -> None:
 def test_ls_counts_what_is_pinned_and_leased(cli: Cli, place: Place) -> None:
     place.fill(40)
     with place.open() as pool:
-        identity = Identity(weights="xxh3-128:" + "11" * 16, run_dtype="float16", kv_dtype="float16")
+        identity = Identity(weights="sha256:" + "11" * 32, run_dtype="float16", kv_dtype="float16")
         space = pool.space(identity, SMALL, chunk_tokens=16)
         match = space.match(space.keys(range(40)))
         assert space.pin(match)
@@ -319,7 +319,7 @@ def test_ls_of_a_selection(cli: Cli, place: Place) -> None:
 
     assert labels("--identity", "llama") == labels("--identity", "abab") == labels("--tenant", "acme") == ["llama"]
     assert labels("--tenant", tenant_tag(b"acme")) == ["llama"]
-    assert labels("--tenant", "") == labels("--identity", "xxh3-128:cdcd") == ["qwen"]
+    assert labels("--tenant", "") == labels("--identity", "sha256:cdcd") == ["qwen"]
     assert labels("--identity", "lla") == []
     assert cli("pool", "ls", place.url, "--identity", "lla").out == f"{place.url} holds nothing to list\n"
 
@@ -332,15 +332,15 @@ def test_a_label_cannot_paint_the_terminal(cli: Cli, place: Place) -> None:
     assert len(human.out.splitlines()) == 2
 
 
-@pytest.mark.parametrize("identity", ["toy", "abcd", "ABCD", "xxh3-128:abcd", "abcd" * 8])
+@pytest.mark.parametrize("identity", ["toy", "abcd", "ABCD", "sha256:abcd", "abcd" * 16])
 def test_what_names_an_identity(identity: str) -> None:
-    space = {"identity": {"weights": "xxh3-128:" + "abcd" * 8}}
+    space = {"identity": {"weights": "sha256:" + "abcd" * 16}}
     assert Selection(identity=identity)(space, {"label": "toy"})
 
 
-@pytest.mark.parametrize("identity", ["to", "abc", "abce", "bcda", "xxh3-128:", "xxh3-128:ab", "hf-commit:abcd"])
+@pytest.mark.parametrize("identity", ["to", "abc", "abce", "bcda", "sha256:", "sha256:ab", "sampled-sha256:abcd"])
 def test_what_names_no_identity(identity: str) -> None:
-    space = {"identity": {"weights": "xxh3-128:" + "abcd" * 8}}
+    space = {"identity": {"weights": "sha256:" + "abcd" * 16}}
     assert not Selection(identity=identity)(space, {"label": "toy"})
 
 

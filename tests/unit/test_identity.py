@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from headwater.errors import IdentityError
 from headwater.kv.identity import MAX_FIELD_CHARS, Identity, canonical_rope, canonical_settings, digest_scales
 
-WEIGHTS = "xxh3-128:" + "0123456789abcdef" * 2
+WEIGHTS = "sha256:" + "0123456789abcdef" * 4
 SCALES = digest_scales([0.5, 2.0])
 
 
@@ -31,14 +31,13 @@ def test_digest_is_the_documented_encoding_and_never_changes() -> None:
     encoded = b"".join(struct.pack("<I", len(text)) + text.encode() for text in texts)
     assert one.digest == hashlib.sha256(b"headwater identity v1\0" + encoded).digest()
     # A change here cuts every user off from everything stored: it needs a new format version.
-    assert one.digest.hex() == "936ef7285c1ebe244a9605a47dfb883f7647287dfd039a5eceea44c5c86dc8ab"
+    assert one.digest.hex() == "9d10d2b18dbb41a8831890cd8fa24852a9f1c8bb2486c71dd768de1898aa6d6b"
     assert one.digest is one.digest
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "weights": {"weights": "xxh3-128:" + "f" * 32},
+    "weights": {"weights": "sha256:" + "f" * 64},
     "weights scheme": {"weights": "sampled-" + WEIGHTS},
-    "commit": {"weights": "hf-commit:" + "a" * 40},
     "run_dtype": {"run_dtype": "float16"},
     "quantization": {"quantization": "awq-int4-g128"},
     "kv_dtype": {"kv_dtype": "float16"},
@@ -108,11 +107,12 @@ def test_quantised_kv_without_static_scales_is_refused(dtype: str) -> None:
         ({"weights": "meta-llama/Llama-3.1-8B"}, "digest_checkpoint"),
         ({"weights": ""}, "weights is ''"),
         ({"weights": WEIGHTS.upper()}, "lower case"),
-        ({"weights": WEIGHTS + "0"}, "32 hex"),
-        ({"weights": WEIGHTS + "\n"}, "32 hex"),
-        ({"weights": "hf-commit:" + "a" * 39}, "and 40"),
-        ({"weights": "sampled-hf-commit:" + "a" * 40}, "and 40"),
-        ({"weights": b"xxh3-128:"}, "expected text"),
+        ({"weights": WEIGHTS + "0"}, "64 hex"),
+        ({"weights": WEIGHTS + "\n"}, "64 hex"),
+        ({"weights": "sha256:" + "a" * 63}, "and 64"),
+        ({"weights": "hf-commit:" + "a" * 40}, "and 64"),
+        ({"weights": "xxh3-128:" + "a" * 32}, "and 64"),
+        ({"weights": b"sha256:"}, "expected text"),
         ({"run_dtype": "float12"}, "run_dtype is 'float12'; known are float32"),
         ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8'; known are"),
         ({"kv_dtype": None}, "expected text"),
@@ -253,14 +253,14 @@ def test_from_checkpoint(tmp_path: Path) -> None:
     assert one.rope == '{"theta":10000.0}'
     assert one != (two := Identity.from_checkpoint(folder, run_dtype="bf16", rope=one.rope, epoch=3, settings={"a": 1}))
     assert two.settings == '{"a":1.0}'
-    assert one.weights.startswith("xxh3-128:")
+    assert one.weights.startswith("sha256:")
     assert one == Identity.from_checkpoint(folder, run_dtype="bf16", rope=one.rope, epoch=3, threads=1, cache=False)
 
     other = Identity.from_checkpoint(
         folder, run_dtype="bf16", kv_dtype="int8", kv_scales=SCALES, quantization="awq", sample=True, cache=False
     )
     assert (other.kv_dtype, other.kv_scales, other.quantization, other.rope) == ("int8", SCALES, "awq", "")
-    assert other.weights.startswith("sampled-xxh3-128:")
+    assert other.weights.startswith("sampled-sha256:")
 
 
 def test_from_checkpoint_checks_the_settings_before_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,7 +268,7 @@ def test_encodings_and_the_lengths_that_they_store() -> None:
 
 
 def open_space(pool: Pool, name: str) -> Space:
-    identity = Identity(weights="xxh3-128:" + "0" * 32, run_dtype="float16", kv_dtype="float16")
+    identity = Identity(weights="sha256:" + "0" * 64, run_dtype="float16", kv_dtype="float16")
     return pool.space(identity, KVSpec.from_canonical(EXTENT["specs"][name]), chunk_tokens=EXTENT["chunk_tokens"])
 
 

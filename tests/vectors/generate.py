@@ -78,17 +78,11 @@ def scales_digest(shape: list[int], values: list[float]) -> str:
 
 
 def weights_digest(files: dict[str, bytes], *, sampled: bool = False) -> str:
-    whole = xxhash.xxh3_128(b"headwater checkpoint v1\0")
+    parts = []
     for name, content in sorted((name.encode(), content) for name, content in files.items()):
-        spans = xxhash.xxh3_128()
-        for start, end in _sampled(len(content)) if sampled else _spans(len(content)):
-            spans.update(xxhash.xxh3_128_digest(content[start:end]))
-        whole.update(u32(len(name)) + name + u64(len(content)) + spans.digest())
-    return ("sampled-" if sampled else "") + "xxh3-128:" + whole.hexdigest()
-
-
-def _spans(size: int) -> list[tuple[int, int]]:
-    return [(start, start + (64 << 20)) for start in range(0, size, 64 << 20)]
+        read = [content[start:end] for start, end in _sampled(len(content))] if sampled else [content]
+        parts.append(u32(len(name)) + name + u64(len(content)) + sha(*read))
+    return ("sampled-" if sampled else "") + "sha256:" + sha(b"headwater checkpoint v2\0", *parts).hex()
 
 
 def _sampled(size: int) -> list[tuple[int, int]]:
@@ -379,10 +373,10 @@ EXTENT_SPECS = {
 }
 PLAIN = {"quantization": "none", "kv_scales": "none", "rope": "", "epoch": 0}
 IDENTITIES: list[dict[str, Any]] = [
-    {**PLAIN, "name": "plain", "weights": "xxh3-128:" + "0f" * 16, "run_dtype": "bfloat16", "kv_dtype": "bfloat16"},
+    {**PLAIN, "name": "plain", "weights": "sha256:" + "0f" * 32, "run_dtype": "bfloat16", "kv_dtype": "bfloat16"},
     {
         "name": "everything set",
-        "weights": "hf-commit:" + "a1" * 20,
+        "weights": "sampled-sha256:" + "a1" * 32,
         "run_dtype": "float16",
         "quantization": "awq-int4-g128 größer",
         "kv_dtype": "fp8_e4m3",
@@ -393,7 +387,7 @@ IDENTITIES: list[dict[str, Any]] = [
     {
         **PLAIN,
         "name": "settings",
-        "weights": "xxh3-128:" + "0f" * 16,
+        "weights": "sha256:" + "0f" * 32,
         "run_dtype": "bfloat16",
         "kv_dtype": "bfloat16",
         "settings": '{"norm_eps":1e-05}',

@@ -6,6 +6,7 @@ import itertools
 import json
 import socket
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from headwater.bench.vllm_engine import engine
-from headwater.integrations.vllm.inputs import Adapters
+from headwater.integrations.vllm.inputs import Adapters, adapter_rules
 from headwater.kv.identity import Identity
 from headwater.pool.pool import open_pool
 
@@ -92,12 +93,17 @@ def save_lora(directory: Path, seed: int) -> Path:
 
 
 def test_two_adapters_of_one_name_do_not_share(qwen3: Path, pool_url: str, log_file: Path, tmp_path: Path) -> None:
+    import torch
+    from vllm.config import LoRAConfig
+
     adapters = [save_lora(tmp_path / str(seed) / "adapter", seed) for seed in (0, 1)]
     lora = [{"lora_name": "adapter", "lora_int_id": 1 + i, "lora_path": str(path)} for i, path in enumerate(adapters)]
     said = []
     for number in (0, 1):
         settings = settings_of(qwen3, pool_url, extra={"epoch": 3}, enable_lora=True, max_lora_rank=8)
-        digest = Adapters().digest(SimpleNamespace(**lora[number], load_inplace=False))
+        rules = adapter_rules(LoRAConfig(max_lora_rank=8, lora_dtype=torch.float32))
+        adapter = SimpleNamespace(**lora[number], load_inplace=False)
+        digest = Adapters(rules=rules, started_ns=time.time_ns() + 10**12).digest(adapter)
         with engine(log_file, settings) as running:
             bare = running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)
             assert bare["external"] == HIT * number, "without an adapter the second server finds the first one's KV"

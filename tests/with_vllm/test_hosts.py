@@ -149,6 +149,20 @@ def test_ranks_that_see_the_same_pool_go_on(
     assert all(worker.build_connector_worker_meta() is None or tells == "greetings" for worker in workers)
 
 
+@pytest.mark.parametrize("tells", ["greetings", "first reports"])
+def test_ranks_that_name_the_model_otherwise_switch_it_off(
+    hosts: list[Host], config: VllmConfig, log: pytest.LogCaptureFixture, tells: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's name goes into the keys, and the workers' weights into the KV."""
+    scheduler = hosts[0].connector(config, KVConnectorRole.SCHEDULER)
+    workers = [hosts[0].connector(config, KVConnectorRole.WORKER)]
+    monkeypatch.setattr(startup, "name_weights", lambda *_: "sha256:" + "1" * 64)
+    workers.append(hosts[0].connector(config, KVConnectorRole.WORKER))
+    tell(scheduler, workers, tells)
+    assert scheduler._steps is None
+    assert "Headwater is off: the workers name this model otherwise" in log.text
+
+
 def tell(scheduler: HeadwaterConnector, workers: list[HeadwaterConnector], how: str) -> None:
     if how == "greetings":
         scheduler.set_xfer_handshake_metadata_pp_aware(greetings(workers))

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import LoadConfig
 
 from headwater.engine.identity import engine_identity
+from headwater.integrations.vllm.before import note_files_of
 from headwater.integrations.vllm.declined import DeclinedError
-from headwater.integrations.vllm.identity import name_weights, server_identity, writer_group
+from headwater.integrations.vllm.identity import server_identity, writer_group
 from headwater.integrations.vllm.options import read_options
+from headwater.integrations.vllm.weights import name_weights
 from headwater.models.checkpoint import open_checkpoint
 
 OPTIONS = read_options({}, "kv_both")
@@ -29,13 +32,15 @@ def config_of(path: Path, **changes: Any) -> Any:
     model = {"model": str(path), "dtype": torch.float32, "quantization": None, "hf_config": hf, "hf_text_config": hf}
     model |= {"hf_overrides": {}, "revision": None, "quantization_config": None, "max_model_len": 4096}
     model |= {"architecture": (hf.architectures or ["none"])[0], **changes.pop("model", {})}
-    return SimpleNamespace(
+    config = SimpleNamespace(
         model_config=SimpleNamespace(**model),
         cache_config=SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
-        load_config=SimpleNamespace(load_format=changes.pop("load_format", "auto")),
+        load_config=LoadConfig(load_format=changes.pop("load_format", "auto")),
         kv_transfer_config=SimpleNamespace(engine_id=changes.pop("engine_id", "e")),
         instance_id=changes.pop("instance_id", "i"),
     )
+    note_files_of(config)  # as in a server whose files have not changed since it started
+    return config
 
 
 def identity(config: Any, options: Any = OPTIONS) -> bytes:

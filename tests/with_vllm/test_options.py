@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +14,8 @@ import pytest
 import torch
 
 from headwater.errors import EngineConfigError, HeadwaterError
-from headwater.integrations.vllm.inputs import Adapters, Inputs, request_inputs
+from headwater.integrations.vllm.declined import LOGGER
+from headwater.integrations.vllm.inputs import Adapters, Inputs, adapter_rules, request_inputs
 from headwater.integrations.vllm.options import read_options
 
 
@@ -134,21 +138,65 @@ def lora(path: Path, number: int = 1, load_inplace: bool = False) -> Any:
     return SimpleNamespace(lora_int_id=number, lora_path=str(path), lora_name="x", load_inplace=load_inplace)
 
 
+def later() -> Adapters:
+    """Of a server that starts long after the adapters were written."""
+    return Adapters(started_ns=time.time_ns() + 3600 * 10**9)
+
+
 def test_an_adapter_is_its_weights_and_its_config(tmp_path: Path) -> None:
     one, same = save_lora(tmp_path / "a", b"weights"), save_lora(tmp_path / "b", b"weights")
     other, scaled = save_lora(tmp_path / "c", b"WEIGHTS"), save_lora(tmp_path / "d", b"weights", alpha=32)
-    adapters = Adapters()
+    adapters = later()
     digests = [adapters.digest(lora(path, number)) for number, path in enumerate((one, same, other, scaled), 1)]
     assert digests[0] == digests[1]
-    assert len(set(digests)) == 3
+    (one / "adapter_model.bin").write_bytes(b"vLLM does not look at it")
+    assert adapters.digest(lora(one)) == digests[0]
+    fused = SimpleNamespace(**vars(lora(one, 9)), is_3d_lora_weight=True)
+    half = Adapters(rules="float16", started_ns=time.time_ns() + 3600 * 10**9)
+    digests += [adapters.digest(fused), half.digest(lora(one))]
+    assert len(set(digests)) == 5
 
 
-def test_an_adapter_that_is_loaded_again_is_read_again(tmp_path: Path) -> None:
-    path, adapters = save_lora(tmp_path / "a", b"weights"), Adapters()
+def test_the_settings_of_adapters_count_and_the_room_for_them_does_not() -> None:
+    from vllm.config import LoRAConfig
+
+    rules = adapter_rules(LoRAConfig(max_lora_rank=8, lora_dtype="float16"))
+    assert rules == adapter_rules(LoRAConfig(max_lora_rank=16, lora_dtype="float16", max_loras=4))
+    assert rules != adapter_rules(LoRAConfig(lora_dtype="bfloat16"))
+    assert rules != adapter_rules(LoRAConfig(lora_dtype="float16", target_modules=["q_proj"]))
+    assert adapter_rules(None) == "[]"
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
+def test_an_adapter_that_is_replaced_has_no_name_until_a_restart(tmp_path: Path, file: str) -> None:
+    """vLLM keeps what it loaded, until it needs the room, and then reads what lies there."""
+    path, adapters = save_lora(tmp_path / "a", b"weights"), later()
     before = adapters.digest(lora(path))
-    (path / "adapter_model.safetensors").write_bytes(b"new ones")
-    assert adapters.digest(lora(path)) == before, "vLLM still has the old weights"
-    assert adapters.digest(lora(path, load_inplace=True)) != before
+    assert adapters.digest(lora(path)) == before
+    old = (path / file).read_bytes()
+    (path / "new").write_bytes(old.replace(b"w", b"W").replace(b"16", b"32"))
+    os.replace(path / "new", path / file)
+    for number, inplace in ((1, False), (1, True)):
+        assert request_inputs(request(lora_request=lora(path, number, inplace)), adapters) is None
+    (path / file).write_bytes(old)
+    assert request_inputs(request(lora_request=lora(path)), adapters) is None, "which of the two runs?"
+    assert later().digest(lora(path)) == before
+    (path / file).write_bytes(old.replace(b"w", b"W").replace(b"16", b"32"))
+    assert later().digest(lora(path)) != before, "a new server names what is there"
+
+
+def test_an_adapter_younger_than_the_server_is_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may have been loaded, and then replaced, before the first request with it comes."""
+    adapters, logger = Adapters(), logging.getLogger(LOGGER)
+    logger.addHandler(caplog.handler)  # vLLM's loggers do not pass anything on
+    logger.propagate = False
+    try:
+        given = request(lora_request=lora(save_lora(tmp_path / "a", b"weights")))
+        assert [request_inputs(given, adapters) for _ in range(3)] == [None] * 3
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.propagate = True
+    assert caplog.text.count("younger than this server") == 1
 
 
 def test_an_adapter_that_cannot_be_read_makes_a_request_private(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from headwater.stores.base import Status, Tiles
 
 SPEC = KVSpec.gqa(num_layers=4, num_kv_heads=4, head_dim=64, dtype="bfloat16")
 CHUNK_TOKENS = 32
-IDENTITY = Identity(weights="xxh3-128:" + "f" * 32, run_dtype="bfloat16", kv_dtype="bfloat16", label="bench fleet")
+IDENTITY = Identity(weights="sha256:" + "f" * 64, run_dtype="bfloat16", kv_dtype="bfloat16", label="bench fleet")
 TOPOLOGIES = (Topology(), Topology(tp=2), Topology(tp=4, pp=2), Topology(tp=8, dcp=2, interleave=4), Topology(pp=4))
 DEADLINE_S = 5.0
 

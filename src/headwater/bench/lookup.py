@@ -22,7 +22,7 @@ SPEC = KVSpec.gqa(num_layers=1, num_kv_heads=1, head_dim=1, dtype="int8")
 CHUNK_TOKENS = DEFAULT_CHUNK_TOKENS
 CHUNK_BYTES = SPEC.extent_bytes(CHUNK_TOKENS)
 IDENTITY = Identity(
-    weights="xxh3-128:" + "0" * 32, run_dtype="float16", kv_dtype="int8", kv_scales="sha256:" + "0" * 64, label="bench"
+    weights="sha256:" + "0" * 64, run_dtype="float16", kv_dtype="int8", kv_scales="sha256:" + "0" * 64, label="bench"
 )
 PROMPT_TOKENS = 100_000
 CHUNKS_PER_PROMPT = PROMPT_TOKENS // CHUNK_TOKENS

@@ -38,7 +38,7 @@ BATCH_TILES = 128
 BATCH_CHUNKS = 16
 """Chunks in one call to write: 4,096 tokens of prefill."""
 DEADLINE_S = 60.0
-IDENTITY = Identity(weights="xxh3-128:" + "0" * 32, run_dtype="bfloat16", kv_dtype="bfloat16", label="bench")
+IDENTITY = Identity(weights="sha256:" + "0" * 64, run_dtype="bfloat16", kv_dtype="bfloat16", label="bench")
 WHOLE = whole_shard(SPEC)
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14

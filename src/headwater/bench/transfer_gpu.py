@@ -90,7 +90,7 @@ def bench_transfer(bench: TransferBench, note: Note, device: torch.device) -> di
     url = f"shm:///headwater-bench-{os.getpid()}"
     try:
         with open_pool(f"{url}?capacity={capacity}") as pool:
-            identity = Identity(weights=f"xxh3-128:{1:032x}", run_dtype="bfloat16", kv_dtype="bfloat16")
+            identity = Identity(weights=f"sha256:{1:064x}", run_dtype="bfloat16", kv_dtype="bfloat16")
             space = pool.space(identity, spec, chunk_tokens=bench.chunk_tokens)
             for measure, count in ((_one_rank, tokens), (_one_of_eight, tokens_tp8)):
                 report |= measure(bench, pool, space, count, note, device)

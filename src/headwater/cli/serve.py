@@ -156,7 +156,7 @@ def _print_ready(ready: Ready, model: str, url: str, pool: str, *, needs_key: bo
     typer.echo(f"runs on  {one_line(ready.placement)}")
     typer.echo(f"KV cache {ready.num_pages:,} pages of {ready.page_size} tokens: room for {num_tokens:,} tokens")
     typer.echo(f"         {one_line(ready.sizing)}")
-    typer.echo(f"pool     {one_line(pool)}")
+    typer.echo(f"pool     {one_line(f'none: {ready.pool_declined}' if ready.pool_declined else pool)}")
     typer.echo(f"context  {ready.max_model_len:,} tokens; up to {ready.max_num_seqs} sequences at a time")
     typer.echo(f"ready    {url}/v1  (Ctrl-C stops)\n")
     key = ' -H "Authorization: Bearer $HEADWATER_API_KEY"' if needs_key else ""

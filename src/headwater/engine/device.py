@@ -39,6 +39,11 @@ def rank_device(device: torch.device, rank: int) -> torch.device:
     return torch.device("cuda", rank) if device.type == "cuda" else device
 
 
+def device_kind(device: torch.device) -> str:
+    """The kind of device: random numbers made on another kind are others."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def _choose_device(config: EngineConfig) -> tuple[torch.device, str]:
     if config.device not in ("auto", "cpu", "cuda"):
         raise EngineConfigError(f"device is {config.device!r}; expected auto, cpu or cuda")

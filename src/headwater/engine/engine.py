@@ -6,6 +6,7 @@ text, and stopping at strings, is the business of whoever has the tokenizer.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from headwater.connector.stats import TransferStats
 from headwater.engine.batch import make_step_input
 from headwater.engine.config import EngineConfig
-from headwater.engine.device import choose_placement
+from headwater.engine.device import choose_placement, device_kind
 from headwater.engine.executor import BaseExecutor, Executor, Pending
 from headwater.engine.identity import engine_identity
 from headwater.engine.link import Link, NoPool, PoolLink
@@ -27,10 +28,19 @@ from headwater.engine.request import Request
 from headwater.engine.runner import Progress
 from headwater.engine.sampler import SamplingBatch, make_sampling_batch, unpack_logprobs
 from headwater.engine.scheduler import Scheduler, Step
-from headwater.errors import EngineConfigError, EngineDeadError, EngineError, HeadwaterError, RequestError
+from headwater.errors import (
+    EngineConfigError,
+    EngineDeadError,
+    EngineError,
+    HeadwaterError,
+    RequestError,
+    WeightsChangedError,
+)
 from headwater.models.checkpoint import Checkpoint, open_checkpoint
 from headwater.pool.tenants import tenant_of
 from headwater.stores.stats import StoreStats
+
+log = logging.getLogger("headwater.engine")
 
 LOAD_WAIT_S = 0.05
 """How long a step waits for the pool when it has nothing else to do; then its caller may look around."""
@@ -87,6 +97,8 @@ class Engine:
         self.max_model_len = self.plan.max_model_len
         self._pool = PagePool(self.plan.num_pages)
         self._prefix = create_prefix_cache(config.prefix_cache, self._pool, config.page_size)
+        self.declined = ""
+        """Why there is no pool, where one was asked for."""
         try:
             self._link = link or self._connect()
         except BaseException:
@@ -222,12 +234,20 @@ class Engine:
         self.close()
 
     def _connect(self) -> Link:
-        """Join the pool, if one is wanted."""
+        """Join the pool, if one is wanted, and if the files that all ranks have loaded are still those that there
+        were before: otherwise nobody knows the name of what runs."""
         connector = self.config.connector
         if connector is None:
             return NoPool()
         assert isinstance(self._executor, Executor), "only real ranks have KV to share"
-        identity = engine_identity(self.checkpoint, self.placement.dtype, self.config.load_format)
+        try:
+            identity = engine_identity(
+                self.checkpoint, self.placement.dtype, self.config.load_format, device_kind(self.placement.device)
+            )
+        except WeightsChangedError as error:
+            self.declined = str(error)
+            log.warning("no pool: %s", error)
+            return NoPool()
         space = self._executor.connect(connector, identity)
         return PoolLink(
             space,

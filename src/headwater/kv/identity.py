@@ -13,13 +13,14 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headwater.errors import IdentityError
 from headwater.kv.checkpoint import Progress, checkpoint_label, digest_checkpoint
+from headwater.kv.files import FileState
 from headwater.kv.spec import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ DTYPE_ALIASES: dict[str, str] = {
 
 QUANTISED_KV = frozenset({"fp8_e4m3", "fp8_e5m2", "int8"})
 
-_WEIGHTS = re.compile(r"(?:sampled-)?xxh3-128:[0-9a-f]{32}|hf-commit:[0-9a-f]{40}")
+_WEIGHTS = re.compile(r"(?:sampled-)?sha256:[0-9a-f]{64}")
 _SCALES = re.compile(r"none|sha256:[0-9a-f]{64}")
 
 
@@ -55,7 +56,7 @@ class Identity:
     """
 
     weights: str
-    """From `digest_checkpoint`: "xxh3-128:…" (every byte), "hf-commit:…", or "sampled-xxh3-128:…" (opt-in)."""
+    """From `digest_checkpoint`: "sha256:…" (every byte) or "sampled-sha256:…" (opt-in)."""
     run_dtype: str
     """What the weights are *run* in, whatever they are stored in."""
     quantization: str = "none"
@@ -78,8 +79,8 @@ class Identity:
             object.__setattr__(self, name, _normal_dtype(name, getattr(self, name)))
         if not _WEIGHTS.fullmatch(self.weights):
             raise IdentityError(
-                f"weights is {self.weights!r}; expected 'xxh3-128:' or 'sampled-xxh3-128:' and 32 hex digits, or "
-                "'hf-commit:' and 40, all lower case. A model's name is not enough: use digest_checkpoint(path)"
+                f"weights is {self.weights!r}; expected 'sha256:' or 'sampled-sha256:' and 64 hex digits, all lower "
+                "case. A model's name is not enough: use digest_checkpoint(path)"
             )
         if not self.quantization:
             raise IdentityError("quantization is empty; use 'none' for weights that run unquantised")
@@ -108,6 +109,8 @@ class Identity:
         cls,
         path: str | os.PathLike[str],
         *,
+        files: Collection[str] | None = None,
+        before: Sequence[FileState] | None = None,
         run_dtype: str,
         kv_dtype: str | None = None,
         quantization: str = "none",
@@ -122,8 +125,8 @@ class Identity:
     ) -> Identity:
         """The identity of the checkpoint at `path`, labelled with its name.
 
-        Cost and failures of the reading are those of `digest_checkpoint`. The other fields are checked first, so that
-        a wrong one is not found out after minutes of reading.
+        `files`, `before`, and cost and failures of the reading are those of `digest_checkpoint`. The other fields are
+        checked first, so that a wrong one is not found out after minutes of reading.
         """
         known: dict[str, Any] = {
             "run_dtype": run_dtype,
@@ -135,8 +138,10 @@ class Identity:
             "epoch": epoch,
             "label": checkpoint_label(path),
         }
-        cls(weights="hf-commit:" + "0" * 40, **known)
-        weights = digest_checkpoint(path, sample=sample, threads=threads, progress=progress, cache=cache)
+        cls(weights="sha256:" + "0" * 64, **known)
+        weights = digest_checkpoint(
+            path, files=files, before=before, sample=sample, threads=threads, progress=progress, cache=cache
+        )
         return cls(weights=weights, **known)
 
     @cached_property

@@ -74,6 +74,8 @@ class Ready(_Message, frozen=True):
     """Device and precision, and why these."""
     sizing: str
     """How the number of pages came about."""
+    pool_declined: str = ""
+    """Why there is no pool, where one was asked for."""
 
 
 class StartFailed(_Message, frozen=True):

@@ -208,6 +208,7 @@ def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) ->
         max_num_seqs=config.max_num_seqs,
         placement=engine.placement.reason,
         sizing=engine.plan.explanation,
+        pool_declined=engine.declined,
     )
     return Running(engine, ready, stats, computes=engine.placement.device.type == "cpu")
 

@@ -18,7 +18,7 @@ SPEC = KVSpec.gqa(num_layers=16, num_kv_heads=8, head_dim=64, dtype="bfloat16")
 """The KV of a model like Llama-3.2-1B: 32 KiB a token."""
 
 IDENTITY = Identity(
-    weights="xxh3-128:" + b"headwater-demo!!".hex(),  # a real one comes from digest_checkpoint(path)
+    weights="sha256:" + b"headwater-demo!!".hex() * 2,  # a real one comes from digest_checkpoint(path)
     run_dtype="bfloat16",
     kv_dtype="bfloat16",
     label="headwater-demo",

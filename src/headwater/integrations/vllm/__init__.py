@@ -16,7 +16,9 @@ __all__ = ["HeadwaterConnector"]
 
 def __getattr__(name: str) -> Any:
     if name == "HeadwaterConnector":
+        from headwater.integrations.vllm.before import note_files
         from headwater.integrations.vllm.connector import HeadwaterConnector
 
+        note_files()  # the one moment before the model is loaded at which vLLM calls us
         return HeadwaterConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,7 +34,14 @@ from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import as_vllm_event
 from headwater.integrations.vllm.messages import Greeting, StepMetadata, WorkerMetadata
 from headwater.integrations.vllm.options import read_options, settle_load_mode
-from headwater.integrations.vllm.startup import SEVERAL_HOSTS, Membership, new_epoch, start_scheduling, start_working
+from headwater.integrations.vllm.startup import (
+    SEVERAL_HOSTS,
+    TWO_NAMES,
+    Membership,
+    new_epoch,
+    start_scheduling,
+    start_working,
+)
 from headwater.integrations.vllm.stats import HeadwaterPromMetrics, HeadwaterStats, Reporter
 from headwater.integrations.vllm.steps import NULL_BLOCK, Steps
 
@@ -139,8 +146,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         if self._steps is None:
             return
         homes = told.homes if isinstance(told, WorkerMetadata) else frozenset()
-        if (report is not None and report.declined) or not self._is_home_of(homes):
-            self._switch_off((report.declined if report is not None else "") or SEVERAL_HOSTS)
+        if reason := (report.declined if report is not None else "") or self._why_apart(homes):
+            self._switch_off(reason)
             return
         with self._survive():
             self._steps.hear(report, connector_output.invalid_block_ids or set())
@@ -155,8 +162,9 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         pool = self._options.connector.pool
         greetings = [given for given in metadata.values() if isinstance(given, Greeting) and given.pool == pool]
         declined = next((greeting.declined for greeting in greetings if greeting.declined), "")
-        if self._steps is not None and (declined or not self._is_home_of({given.home for given in greetings})):
-            self._switch_off(declined or SEVERAL_HOSTS)
+        reason = declined or self._why_apart({given.home for given in greetings})
+        if self._steps is not None and reason:
+            self._switch_off(reason)
 
     def reset_cache(self) -> bool | None:
         """Begin an epoch of this server's own: nobody else's chunks are touched, and none of them is used again."""
@@ -178,8 +186,12 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             log.exception("Headwater fails, and is left")
             self._switch_off(f"{type(error).__name__}: {error}")
 
-    def _is_home_of(self, homes: AbstractSet[str]) -> bool:
-        return self._member is None or homes <= {self._member.pool.home}
+    def _why_apart(self, homes: AbstractSet[str]) -> str:
+        """Why the workers' KV cannot be this side's; "" if it can."""
+        if self._member is None or homes <= {self._member.home}:
+            return ""
+        same_pool = all(home.rpartition(" ")[0] == self._member.pool.home for home in homes)
+        return TWO_NAMES if same_pool else SEVERAL_HOSTS
 
     def _switch_off(self, reason: str) -> None:
         log.warning("Headwater is off: %s", reason)
@@ -232,7 +244,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Whether this worker takes part, and where its pool is."""
         declined = self._worker.reason if isinstance(self._worker, IdleWorker) else ""
-        return Greeting(self._options.connector.pool, declined, self._member.pool.home if self._member else "")
+        return Greeting(self._options.connector.pool, declined, self._member.home if self._member else "")
 
     @timed
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -291,7 +303,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         """What the scheduler side should know."""
         report, homes = self._worker.take_report(), frozenset[str]()
         if not self._has_told_home and self._member is not None:
-            homes, self._has_told_home = frozenset([self._member.pool.home]), True
+            homes, self._has_told_home = frozenset([self._member.home]), True
         return WorkerMetadata(report, homes) if report or homes else None
 
     def _layer(self, layer_name: str) -> int:

@@ -1,40 +1,20 @@
-"""Which weights a vLLM server runs, and what its KV is: the same answers as the reference engine gives for the same
-checkpoint, so that both share.
+"""What the KV of a vLLM server is: the same answers as the reference engine gives for the same checkpoint, so that both
+share. Its weights are named in `weights`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from pathlib import Path
 from typing import Any
 
 from headwater.errors import HeadwaterError
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.options import Options
 from headwater.integrations.vllm.settings import name_quantization, name_rope, name_settings
-from headwater.kv.checkpoint import checkpoint_label, digest_checkpoint
+from headwater.integrations.vllm.weights import local_path, server_name
+from headwater.kv.checkpoint import checkpoint_label
 from headwater.kv.identity import Identity, canonical_rope, canonical_settings
 from headwater.kv.spec import KVSpec
-
-_RUN_AS_STORED = ("auto", "safetensors", "pt", "hf", "gguf", "runai_streamer", "fastsafetensors", "instanttensor")
-"""Load formats that read the checkpoint and change nothing."""
-
-
-def name_weights(config: Any, options: Options) -> str:
-    """The weights' name, as `Identity.weights` wants it. Reads every byte of them once; digests are cached.
-
-    Random weights are another model in every server, and are named after it. Raises DeclinedError.
-    """
-    load_format = config.load_config.load_format
-    if load_format == "dummy":
-        return "xxh3-128:" + hashlib.sha256(_server_name(config)).hexdigest()[:32]
-    if load_format not in _RUN_AS_STORED:
-        raise DeclinedError(f"load format {load_format!r} may load other weights than the checkpoint holds")
-    try:
-        return digest_checkpoint(_local_path(config.model_config), sample=options.sample_weights)
-    except HeadwaterError as error:
-        raise DeclinedError(f"the weights cannot be named: {error}") from error
 
 
 def server_identity(config: Any, options: Options, weights: str) -> Identity:
@@ -50,7 +30,7 @@ def server_identity(config: Any, options: Options, weights: str) -> Identity:
             kv_dtype=dtype,
             quantization=name_quantization(model),
             rope=canonical_rope(name_rope(config)),
-            settings=canonical_settings(name_settings(config, _local_path)),
+            settings=canonical_settings(name_settings(config, local_path)),
             epoch=options.epoch,
             label=checkpoint_label(model.model),
         )
@@ -100,21 +80,4 @@ def server_spec(config: Any, cache: Any) -> KVSpec:
 
 def writer_group(config: Any) -> int:
     """The number that all processes of this server agree on, and no other server has."""
-    return int.from_bytes(hashlib.sha256(b"group\0" + _server_name(config)).digest()[:8], "little") >> 1 or 1
-
-
-def _server_name(config: Any) -> bytes:
-    # The engine id may be chosen by people; the instance id is random in every start.
-    return f"{config.kv_transfer_config.engine_id}\0{config.instance_id}".encode()
-
-
-def _local_path(model: Any) -> Path:
-    """Where the weights lie: a local path, or the snapshot that vLLM downloaded."""
-    if os.path.exists(model.model):
-        return Path(model.model)
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-    if not isinstance(found, str):
-        raise DeclinedError(f"the files of {model.model!r} were not found on this machine")
-    return Path(found).parent
+    return int.from_bytes(hashlib.sha256(b"group\0" + server_name(config)).digest()[:8], "little") >> 1 or 1

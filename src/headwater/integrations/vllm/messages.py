@@ -26,7 +26,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     report: StepReport
     homes: frozenset[str] = frozenset()
-    """`Pool.home` of the workers, in the first report of each."""
+    """`Membership.home` of the workers, in the first report of each."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """The reports of two ranks as one."""
@@ -42,4 +42,4 @@ class Greeting(KVConnectorHandshakeMetadata):
     """As the options name it."""
     declined: str = ""
     home: str = ""
-    """`Pool.home` of a worker that takes part."""
+    """`Membership.home` of a worker that takes part."""

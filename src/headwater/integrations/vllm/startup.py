@@ -16,12 +16,14 @@ from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.worker import DEFAULT_STAGING_BYTES, WorkerSide
 from headwater.errors import HeadwaterError, StoreError
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
-from headwater.integrations.vllm.identity import name_weights, server_identity, server_spec, writer_group
+from headwater.integrations.vllm.identity import server_identity, server_spec, writer_group
+from headwater.integrations.vllm.inputs import Adapters, adapter_rules
 from headwater.integrations.vllm.layout import layer_tensors
 from headwater.integrations.vllm.options import Options
 from headwater.integrations.vllm.probe import prove_view
 from headwater.integrations.vllm.stats import PoolFigures
 from headwater.integrations.vllm.steps import NULL_BLOCK, Steps
+from headwater.integrations.vllm.weights import check_sources, name_weights
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology
@@ -43,6 +45,11 @@ SEVERAL_HOSTS = (
     "on one host (data-parallel replicas may run on others), or give its containers one /dev/shm"
 )
 
+TWO_NAMES = (
+    "the workers name this model otherwise than the scheduler does, so KV would be saved under a wrong name. Were its "
+    "files replaced while the server started? Restart it to use the pool"
+)
+
 _pools: dict[tuple[str, int], tuple[Pool, PoolFigures]] = {}
 _pools_lock = threading.Lock()
 
@@ -56,6 +63,11 @@ class Membership:
     identity: Identity
     spec: KVSpec
     chunk_tokens: int
+
+    @property
+    def home(self) -> str:
+        """Where this process's KV goes, and whose it is: all processes of a server must agree, or it has no pool."""
+        return f"{self.pool.home} {self.identity.digest.hex()}"
 
     def space(self, epoch: int) -> Space:
         """The server's space in some epoch."""
@@ -110,7 +122,8 @@ def start_scheduling(config: Any, cache: Any, options: Options, listener: Listen
     )
     _check_capacity(config, member)
     log.info("Headwater: %s shares KV of %s", find_pool(options.connector.pool), member.identity)
-    return Steps(side, hashes_inputs=_hashes_inputs(config)), member
+    adapters = Adapters(rules=adapter_rules(config.lora_config))
+    return Steps(side, hashes_inputs=_hashes_inputs(config), adapters=adapters), member
 
 
 def start_working(
@@ -198,6 +211,7 @@ def _weights_of_all_ranks(config: Any, options: Options) -> str:
     answer: tuple[str, str] = ("", "")
     if group.rank_in_group == 0:
         try:
+            check_sources(config.model_config)
             answer = (name_weights(config, options), "")
         except Exception as error:  # whatever it is, the other ranks wait for an answer
             answer = ("", str(error) if isinstance(error, DeclinedError) else f"{type(error).__name__}: {error}")

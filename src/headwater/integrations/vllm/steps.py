@@ -19,11 +19,11 @@ IDLE_WAIT_S = 0.05
 class Steps:
     """One server's requests, as vLLM's scheduler tells of them. Its thread calls this."""
 
-    def __init__(self, side: SchedulerSide, *, hashes_inputs: bool = True) -> None:
+    def __init__(self, side: SchedulerSide, *, hashes_inputs: bool = True, adapters: Adapters | None = None) -> None:
         """`hashes_inputs`: whether vLLM names images and sounds by their content."""
         self.side = side
         self._hashes_inputs = hashes_inputs
-        self._adapters = Adapters()
+        self._adapters = adapters or Adapters()
         self._requests: dict[str, Any] = {}
         self._block_ids: dict[str, list[int]] = {}
 

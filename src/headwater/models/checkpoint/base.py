@@ -6,12 +6,14 @@ A block is small, so that converting, dequantising or slicing a tensor never nee
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from headwater.errors import IdentityError, ModelError
+from headwater.kv.files import FileState, NamedFile, take_states
 from headwater.models.config import ModelConfig
 from headwater.models.weights import TensorHandle
 
@@ -39,6 +41,17 @@ class Checkpoint(Protocol):
         """A name for people."""
         ...
 
+    @property
+    def opened(self) -> tuple[FileState, ...]:
+        """The state of every file that it is read from, taken before anything was read; none for random weights, and
+        none where some are missing."""
+        ...
+
+    def weight_files(self) -> list[str]:
+        """Names of the files whose bytes the weights are, relative to `path` ("" for `path` itself): what names them.
+        Raises ModelError where the directory does not say which."""
+        ...
+
     def tensors(self) -> Iterator[tuple[str, TensorHandle]]:
         """Every tensor by its Hugging Face name, in the order they lie on disk. Reads nothing but headers."""
         ...
@@ -46,6 +59,14 @@ class Checkpoint(Protocol):
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that belongs to it. Imports `transformers`; takes a second or so."""
         ...
+
+
+def opened_states(files: Callable[[], Iterable[NamedFile]]) -> tuple[FileState, ...]:
+    """For `Checkpoint.opened`. A directory without weights may be opened too, for its tokenizer say."""
+    try:
+        return take_states(files())
+    except (IdentityError, ModelError):
+        return ()
 
 
 class RowBlocks(ABC):
@@ -79,8 +100,6 @@ class RowBlocks(ABC):
 def read_bytes(path: Path, offset: int, num_bytes: int, what: str) -> Tensor:
     """Bytes of a file as an uint8 tensor. Raises ModelError naming `what` where the file ends before them."""
     import torch
-
-    from headwater.errors import ModelError
 
     raw = torch.empty(num_bytes, dtype=torch.uint8)
     view = memoryview(raw.numpy())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headwater.kv.files import FileState
 from headwater.models.checkpoint.base import RowBlocks
 from headwater.models.config import ModelConfig
 from headwater.models.weights import TensorHandle
@@ -66,6 +67,15 @@ class DummyCheckpoint:
         self.config = config
         self.path = path
         self.label = f"{label} (random weights)"
+
+    @property
+    def opened(self) -> tuple[FileState, ...]:
+        """Nothing is read."""
+        return ()
+
+    def weight_files(self) -> list[str]:
+        """None: weights that are made have no file."""
+        return []
 
     def tensors(self) -> Iterator[tuple[str, TensorHandle]]:
         """What a model of this config asks for."""

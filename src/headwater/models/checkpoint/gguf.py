@@ -13,7 +13,8 @@ from torch import Tensor
 
 from headwater.errors import ModelError
 from headwater.kv.checkpoint import checkpoint_label
-from headwater.models.checkpoint.base import BLOCK_BYTES, RowBlocks, read_bytes
+from headwater.kv.files import FileState, NamedFile
+from headwater.models.checkpoint.base import BLOCK_BYTES, RowBlocks, opened_states, read_bytes
 from headwater.models.checkpoint.gguf_file import GGUFHeader, GGUFTensor, import_gguf, read_gguf_header
 from headwater.models.config import ModelConfig
 from headwater.models.config_gguf import config_from_gguf
@@ -98,6 +99,7 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.opened: tuple[FileState, ...] = opened_states(lambda: [NamedFile("", path)])
         self.label = checkpoint_label(path)
         self.header: GGUFHeader = read_gguf_header(path)
         tensors = self.header.tensors
@@ -112,6 +114,10 @@ class GGUFCheckpoint:
             stored_dtype=matrices.most_common(1)[0][0],
             source=str(path),
         )
+
+    def weight_files(self) -> list[str]:
+        """The file itself, whatever it is called."""
+        return [""]
 
     def tensors(self) -> Iterator[tuple[str, TensorHandle]]:
         """Every tensor in the order of the file, under its Hugging Face name (its own, where that is not known)."""

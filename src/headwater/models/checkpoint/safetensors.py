@@ -19,7 +19,8 @@ from torch import Tensor
 
 from headwater.errors import ModelError
 from headwater.kv.checkpoint import checkpoint_label
-from headwater.models.checkpoint.base import RowBlocks, read_bytes
+from headwater.kv.files import FileState, NamedFile
+from headwater.models.checkpoint.base import RowBlocks, opened_states, read_bytes
 from headwater.models.config import ModelConfig
 from headwater.models.config_hf import config_from_hf
 from headwater.models.fields import MAX_JSON_BYTES, read_json
@@ -59,8 +60,15 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.opened: tuple[FileState, ...] = opened_states(lambda: _files_read(path))
         self.config: ModelConfig = _untied(read_config(path), path)
         self.label = checkpoint_label(path)
+
+    def weight_files(self) -> list[str]:
+        """The files that hold tensors, and the index if there is one: it says which tensor is taken from where."""
+        expected = _weight_map(self.path)
+        index = [] if expected is None else [INDEX_NAME]
+        return index + [file.name for file in _files(self.path, expected)]
 
     def tensors(self) -> Iterator[tuple[str, TensorHandle]]:
         """Every tensor, file by file. Each header is read once."""
@@ -143,6 +151,13 @@ def _handle(path: Path, name: str, entry: dict[str, Any], data_start: int, size:
     if data_start + end > size:
         raise ModelError(f"{str(path)!r} is truncated: {name} ends at byte {data_start + end}, and the file has {size}")
     return SafetensorsHandle(path, name, dtype, shape, data_start + begin)
+
+
+def _files_read(path: Path) -> list[NamedFile]:
+    """Everything that loading reads; `generation_config.json` only says when a text ends."""
+    expected = _weight_map(path)
+    index = [] if expected is None else [path / INDEX_NAME]
+    return [NamedFile(file.name, file) for file in (path / "config.json", *index, *_files(path, expected))]
 
 
 def _weight_map(path: Path) -> dict[str, str] | None:

@@ -1,0 +1,118 @@
+"""The state of a model's files before vLLM loaded them: without it nobody knows whether they are what was loaded.
+
+vLLM makes a connector when the model is loaded. It asks for the connector's class much earlier, in the front process
+while it makes its configuration; `note_files` takes the state then and there, and leaves it at the configuration, which
+goes to every process of the server. Where vLLM did not ask, or the files were not there yet, `check_before` accepts
+files that are older than the server, and blobs of one commit of the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headwater.errors import HeadwaterError, WeightsChangedError
+from headwater.integrations.vllm.declined import DeclinedError
+from headwater.kv.files import FileState, last_change
+
+_ATTRIBUTE = "_headwater_files"
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+START_MARGIN_NS = 2_000_000_000
+"""How much older than the server a file must be: clocks of file systems and of processes tick coarsely."""
+RANKS_APART_NS = 60_000_000_000
+"""How far apart the processes of one server may start, where vLLM does not say when it did."""
+
+
+def note_files() -> None:
+    """Take the state of the files, if vLLM is making its configuration right now. Never raises."""
+    config = _config_in_the_making()
+    if config is not None and noted(config) is None:
+        note_files_of(config)
+
+
+def note_files_of(config: Any) -> None:
+    """Leave the state of the files at a configuration with which nothing was loaded yet."""
+    from headwater.integrations.vllm.weights import loaded_files
+
+    if config.load_config.load_format == "dummy":
+        return
+    try:
+        object.__setattr__(config, _ATTRIBUTE, (_machine(), loaded_files(config).states()))
+    except (HeadwaterError, DeclinedError, OSError, AttributeError):
+        return  # not downloaded yet, or not to be named at all: `name_weights` says so when it is asked
+
+
+def noted(config: Any) -> tuple[FileState, ...] | None:
+    """What `note_files` left; None where it could not, or did on another machine than this."""
+    machine, states = getattr(config, _ATTRIBUTE, ("", None))
+    return states if machine == _machine() else None
+
+
+def check_before(states: Sequence[FileState], config: Any) -> None:
+    """Raise WeightsChangedError unless these files have been as they are since before this server started.
+
+    What remains: a clock that was set forward since the start by as much as the files are younger.
+    """
+    commit = str(getattr(config.model_config.revision, "commit_hash", None) or config.model_config.revision)
+    uncertain = [state for state in states if not _is_pinned(state, commit)]
+    where, changed_ns = last_change(uncertain)
+    if where and changed_ns >= server_start_ns(config) - START_MARGIN_NS:
+        raise WeightsChangedError(
+            f"{where!r} was changed after the server started, or shortly before, so the weights that run may be "
+            "others; restart to use the pool"
+        )
+
+
+def server_start_ns(config: Any) -> int:
+    """A moment before any process of this server loaded anything, by the wall clock."""
+    own = process_start_ns()
+    said = str(config.instance_id)
+    if said.isdecimal() and abs(own - int(said)) < 86_400_000_000_000:  # vLLM 0.32 makes the id from the time
+        return min(own, int(said))
+    return own - RANKS_APART_NS
+
+
+def process_start_ns() -> int:
+    """When this process started, by the wall clock as it is set now."""
+    stat = Path("/proc/self/stat").read_text()
+    ticks = int(stat.rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(age_s * 1e9)
+
+
+def _machine() -> str:
+    """The same in all processes of a machine until it starts again."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return "unknown"
+
+
+def _is_pinned(state: FileState, commit: str) -> bool:
+    """Whether the file is a blob of the commit that vLLM settled on before it loaded anything. Its content is checked
+    against its name, and a commit never changes."""
+    snapshot, blob = Path(state.path).parent, Path(state.real_path)
+    return (
+        re.fullmatch(r"[0-9a-f]{40}", commit) is not None
+        and snapshot.name == commit
+        and snapshot.parent.name == "snapshots"
+        and blob.parent == snapshot.resolve().parents[1] / "blobs"
+        and _BLOB.fullmatch(blob.name) is not None
+    )
+
+
+def _config_in_the_making() -> Any | None:
+    """The VllmConfig that an engine is being started with, if one of our callers is making it."""
+    found, frame = None, sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code.co_name == "__post_init__" and type(frame.f_locals.get("self")).__name__ == "VllmConfig":
+            found = frame.f_locals["self"]
+        elif found is not None and frame.f_code.co_name == "create_engine_config":
+            return found
+    return None

@@ -1,0 +1,134 @@
+"""Which weights a vLLM server runs: the name that the reference engine gives to the same files, so that both share.
+
+The files are those that vLLM's own loader chooses, and `before` proves that they are what was loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headwater.errors import HeadwaterError
+from headwater.integrations.vllm.before import check_before, noted
+from headwater.integrations.vllm.declined import DeclinedError
+from headwater.integrations.vllm.options import Options
+from headwater.kv.checkpoint import digest_checkpoint
+from headwater.kv.files import FileState, NamedFile, take_states
+
+_BY_DEFAULT_LOADER = ("auto", "safetensors", "pt", "hf", "fastsafetensors", "instanttensor")
+_BY_STREAMER = ("runai_streamer",)
+"""Load formats that read the checkpoint and change nothing."""
+
+
+class LoadedFiles(NamedTuple):
+    """Where the weights lie, and the files of them that are loaded, by their names in that directory."""
+
+    folder: Path
+    names: list[str]
+
+    def states(self) -> tuple[FileState, ...]:
+        """As they are now, with the config. Raises IdentityError."""
+        config = ["config.json"] if (self.folder / "config.json").exists() else []
+        return take_states(NamedFile(name, self.folder / name) for name in (*self.names, *config))
+
+
+def name_weights(config: Any, options: Options) -> str:
+    """The weights' name, as `Identity.weights` wants it. Reads every byte of them once; digests are cached.
+
+    Random weights are named after the server, and so are never shared. vLLM makes them with one seed, but tensor by
+    tensor on each rank, so that they depend on the device, the parallel layout, and how layers are fused and
+    quantised; integers among them are not set at all. Raises DeclinedError.
+    """
+    if config.load_config.load_format == "dummy":
+        return "sha256:" + hashlib.sha256(b"headwater vllm random weights\0" + server_name(config)).hexdigest()
+    loaded = loaded_files(config)
+    try:
+        before = noted(config)
+        if before is None:
+            before = loaded.states()
+            check_before(before, config)
+        return digest_checkpoint(loaded.folder, files=loaded.names, before=before, sample=options.sample_weights)
+    except HeadwaterError as error:
+        raise DeclinedError(f"the weights cannot be named: {error}") from error
+
+
+def loaded_files(config: Any) -> LoadedFiles:
+    """The files that vLLM loads, as its loader chooses them. Raises DeclinedError where that is not certain."""
+    load_format, path = config.load_config.load_format, local_path(config.model_config, config.load_config.download_dir)
+    if getattr(config.model_config, "model_weights", ""):
+        raise DeclinedError("the weights come from an object store, and not from files of this machine")
+    if path.is_file():
+        if load_format not in ("auto", "gguf") or path.suffix != ".gguf":
+            raise DeclinedError(f"load format {load_format!r} of a single file is not known")
+        return LoadedFiles(path, [""])
+    if load_format not in _BY_DEFAULT_LOADER + _BY_STREAMER:
+        raise DeclinedError(f"load format {load_format!r} may load other weights than the checkpoint holds")
+    is_remote = not os.path.exists(config.model_config.model)
+    if is_remote and load_format == "auto" and any(path.glob("consolidated*.safetensors")):
+        raise DeclinedError(
+            "vLLM asks the hub which of two sets of weights to load; choose one with --load-format, or pass a directory"
+        )
+    try:
+        files = _chosen_files(config.load_config, str(path))
+    except Exception as error:  # of a method that is not part of vLLM's interface
+        raise DeclinedError(f"vLLM does not say which files it loads: {type(error).__name__}: {error}") from error
+    names = sorted(os.path.relpath(file, path) for file in files)
+    if any(name.startswith("..") for name in names):
+        raise DeclinedError(f"the weights do not lie in {str(path)!r}")
+    # An index chooses among files, and the reference engine takes from it which tensor lies where.
+    if all(name.endswith(".safetensors") for name in names):
+        prefix = "consolidated" if names[0].startswith("consolidated") else "model"
+        index = f"{prefix}.safetensors.index.json"
+        names += [index] * (path / index).is_file()
+    return LoadedFiles(path, names)
+
+
+def check_sources(model: Any) -> None:
+    """Raise DeclinedError for a model whose class loads from further places, or chooses files itself. For workers:
+    they have imported the class already."""
+    import inspect
+
+    from vllm.model_executor.model_loader import get_model_cls
+
+    try:
+        model_class = get_model_cls(model)
+        own = [part for part in model_class.__mro__ if part.__module__.startswith("vllm.")]
+        sources = "".join(map(inspect.getsource, own))
+    except Exception as error:
+        raise DeclinedError(f"the class of this model cannot be looked at: {error}") from error
+    if "self.secondary_weights" in sources or getattr(model_class, "allow_patterns_overrides", None) is not None:
+        raise DeclinedError(f"{model_class.__name__} loads weights from further places, which are not named yet")
+
+
+def server_name(config: Any) -> bytes:
+    """What no other server has."""
+    # The engine id may be chosen by people; the instance id is new in every start.
+    return f"{config.kv_transfer_config.engine_id}\0{config.instance_id}".encode()
+
+
+def local_path(model: Any, download_dir: str | None = None) -> Path:
+    """Where the model lies: a local path, or the snapshot that vLLM downloaded. Raises DeclinedError."""
+    if os.path.exists(model.model):
+        return Path(model.model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        place = {"revision": model.revision, "cache_dir": download_dir}
+        return Path(snapshot_download(model.model, **place, local_files_only=True))
+    except Exception as error:
+        raise DeclinedError(f"the files of {model.model!r} were not found on this machine: {error}") from error
+
+
+def _chosen_files(load_config: Any, folder: str) -> list[str]:
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
+
+    loader: Any = get_model_loader(load_config)
+    if type(loader) is DefaultModelLoader:
+        return list(loader._prepare_weights(folder, None, None, True, None)[1])
+    if type(loader) is RunaiModelStreamerLoader:
+        return list(loader._prepare_weights(folder, None))
+    raise DeclinedError(f"load format {load_config.load_format!r} is not vLLM's own")
