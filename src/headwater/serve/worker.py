@@ -171,6 +171,8 @@ def main(argv: Sequence[str], create: Creator) -> int:
         return 1
     finally:
         running.engine.close()
+        # Only the interpreter's own end is left. A signal that came now would be reported as a failure of its.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return 0
 
 
