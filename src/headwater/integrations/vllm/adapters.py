@@ -1,8 +1,8 @@
 """LoRA adapters: what names their KV on the scheduler side, and proof on the worker side that this is what was loaded.
 
 vLLM loads an adapter when it is told to, or when the first request needs it, and again after it had to make room; it
-tells no connector. So `watch_loads` notes the state of the files around vLLM's own loading in each worker, and every step
-that computes with a named adapter carries the state that the name was made from.
+tells no connector. So `watch_loads` notes the state of the files around vLLM's own loading in each worker, and every
+step that computes with a named adapter carries the state that the name was made from.
 """
 
 from __future__ import annotations
