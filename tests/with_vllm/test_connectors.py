@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headwater.bench.vllm_engine import engine
-from headwater.integrations.vllm.inputs import Adapters, adapter_rules
+from headwater.integrations.vllm.adapters import Adapters, adapter_rules
 from headwater.kv.identity import Identity
 from headwater.pool.pool import open_pool
 

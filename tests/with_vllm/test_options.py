@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from headwater.connector.tracker import Inputs
 from headwater.errors import EngineConfigError, HeadwaterError
-from headwater.integrations.vllm.declined import LOGGER
-from headwater.integrations.vllm.inputs import Adapters, Inputs, adapter_rules, request_inputs
+from headwater.integrations.vllm import adapters as adapters_module
+from headwater.integrations.vllm.adapters import Adapters, adapter_rules, check_loaded, watch_loads
+from headwater.integrations.vllm.declined import LOGGER, DeclinedError
+from headwater.integrations.vllm.inputs import request_inputs
 from headwater.integrations.vllm.options import read_options
 
 
@@ -201,3 +204,39 @@ def test_an_adapter_younger_than_the_server_is_private(tmp_path: Path, caplog: p
 
 def test_an_adapter_that_cannot_be_read_makes_a_request_private(tmp_path: Path) -> None:
     assert request_inputs(request(lora_request=lora(tmp_path / "nowhere")), Adapters()) is None
+
+
+def test_an_adapter_that_is_replaced_before_it_is_loaded_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around vLLM's own place of loading: what it loads is compared with what the request was named by."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    deployments: list[bytes] = []
+
+    def load(manager: Any, given: Any) -> str:
+        if deployments:
+            (Path(given.lora_path) / "adapter_model.safetensors").write_bytes(deployments.pop())
+        return "adapter"
+
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
+    monkeypatch.setattr(adapters_module, "_loaded", {})
+    for _ in range(2):
+        watch_loads()
+    manager: Any = object()
+    paths = [save_lora(tmp_path / name, b"weights") for name in "abc"]
+    named, adapters = {}, later()
+    for number, path in enumerate(paths, 1):
+        adapters.digest(lora(path, number))
+        state = adapters.named_from(number)
+        assert state is not None
+        named[number] = state
+    (paths[1] / "adapter_model.safetensors").write_bytes(b"WEIGHTS")  # between its request and its loading
+    for number, path in enumerate(paths, 1):
+        deployments += [b"during!"] * (number == 3)
+        assert WorkerLoRAManager._load_adapter(manager, lora(path, number)) == "adapter"
+    check_loaded({1: named[1]})
+    for number in (2, 3, 4):
+        with pytest.raises(DeclinedError, match="was replaced between"):
+            check_loaded({number: named.get(number, b"")})
+    assert Adapters().named_from(1) is None

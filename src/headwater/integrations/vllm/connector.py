@@ -30,6 +30,7 @@ from headwater.connector.events import Announcements, NoListener
 from headwater.connector.idle import IdleWorker
 from headwater.connector.orders import StepOrders
 from headwater.connector.worker import WorkerSide
+from headwater.integrations.vllm.adapters import check_loaded
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import as_vllm_event
 from headwater.integrations.vllm.messages import Greeting, StepMetadata, WorkerMetadata
@@ -118,13 +119,13 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The orders of this step."""
-        orders, steps = StepOrders(), self._steps
+        orders, adapters, steps = StepOrders(), dict[int, bytes](), self._steps
         if steps is not None:
             with self._survive():
-                orders = steps.order(scheduler_output)
+                orders, adapters = steps.order(scheduler_output), steps.adapters(scheduler_output)
             if self._steps is None:
-                orders = steps.side.leave()
-        return StepMetadata(orders)
+                orders, adapters = steps.side.leave(), {}
+        return StepMetadata(orders, adapters)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -252,6 +253,16 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(kv_connector_metadata, StepMetadata)
         with self._survive_in_worker():
             self._worker.start_step(kv_connector_metadata.orders)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Just before the forward pass: the adapters of this step are loaded, and nothing of it is saved."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        if connector_metadata.adapters and isinstance(self._worker, WorkerSide):
+            try:
+                check_loaded(connector_metadata.adapters)
+            except DeclinedError as error:
+                self._decline(str(error))
 
     @timed
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

@@ -18,6 +18,8 @@ class StepMetadata(KVConnectorMetadata):
     """One step, from the scheduler side to all workers."""
 
     orders: StepOrders = field(default_factory=StepOrders)
+    adapters: dict[int, bytes] = field(default_factory=dict)
+    """Named LoRA adapters of the step, by id: the state of the files that each one's name was made from."""
 
 
 @dataclass

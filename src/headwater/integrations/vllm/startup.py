@@ -15,9 +15,9 @@ from headwater.connector.events import Listener
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.worker import DEFAULT_STAGING_BYTES, WorkerSide
 from headwater.errors import HeadwaterError, StoreError
+from headwater.integrations.vllm.adapters import Adapters, adapter_rules, watch_loads
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.identity import server_identity, server_spec, writer_group
-from headwater.integrations.vllm.inputs import Adapters, adapter_rules
 from headwater.integrations.vllm.layout import layer_tensors
 from headwater.integrations.vllm.options import Options
 from headwater.integrations.vllm.probe import prove_view
@@ -132,6 +132,8 @@ def start_working(
     """A worker side, once its caches are there. All ranks call it together. Raises DeclinedError."""
     check_hosts(config.parallel_config)
     weights = _weights_of_all_ranks(config, options)
+    if config.lora_config is not None:
+        watch_loads()
     spec = server_spec(config, cache)
     names, tensors, layers = layer_tensors(kv_caches, spec.num_layers)
     shard = _shard(config, spec, layers)

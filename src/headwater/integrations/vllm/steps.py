@@ -7,7 +7,8 @@ from typing import Any
 from headwater.connector.orders import ASYNC, StepOrders, StepReport
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.tracker import Inputs, Scheduled
-from headwater.integrations.vllm.inputs import Adapters, request_inputs
+from headwater.integrations.vllm.adapters import Adapters
+from headwater.integrations.vllm.inputs import request_inputs
 from headwater.pool.space import Space
 
 NULL_BLOCK = 0
@@ -76,6 +77,12 @@ class Steps:
         if is_idle and self.side.num_fetching and not self._is_busy:
             self.side.wait_fetch(IDLE_WAIT_S)
         return self.side.order(scheduled, is_idle=is_idle)
+
+    def adapters(self, step: Any) -> dict[int, bytes]:
+        """The named LoRA adapters that this step computes with, and the state that each one's name was made from."""
+        loras = [self._requests[request_id].lora_request for request_id in step.num_scheduled_tokens]
+        found = {lora.lora_int_id: self._adapters.named_from(lora.lora_int_id) for lora in loras if lora is not None}
+        return {number: state for number, state in found.items() if state is not None}
 
     @property
     def _is_busy(self) -> bool:
