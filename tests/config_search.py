@@ -237,5 +237,7 @@ def all_changes(family: SearchFamily, config: dict[str, Any], vllm_folder: Path)
             values = [*SPECIAL.get(short, []), *changes_of(present.get(short))]
             if short not in present:
                 values = [value for value in values if value is not None]
+            if short.endswith(("_size", "_heads", "_layers")):
+                values = [value for value in values if value != 0]  # vLLM's kernels divide by them
             found += [Change(name, value) for value in values if value != present.get(short) or short not in present]
     return found

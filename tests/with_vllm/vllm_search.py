@@ -149,6 +149,8 @@ class OtherConfig:
         try:
             config = open_checkpoint(self.other).config
             config.rope.check_length(len(self.tokens))
+            if config.max_position_embeddings < len(self.tokens):
+                return "refused: longer than the model", None
             logits = run_tokens(load_model(self.other), self.tokens)[-NUM_GREEDY:]
         except HeadwaterError as error:
             return f"refused: {error}", None

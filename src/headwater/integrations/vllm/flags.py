@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from headwater.integrations.vllm.declined import DeclinedError
@@ -126,11 +126,13 @@ def _changed(group: Any) -> dict[str, Any]:
     if not is_dataclass(group):
         return {}
     harmless = frozenset().union(*_HARMLESS.values())
-    found = {}
-    for field in fields(group):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        default = getattr(default, "default", default)  # pydantic's Field
-        value = getattr(group, field.name, default)
-        if field.name not in harmless and value != default:
-            found[field.name] = value
-    return found
+    counting = [field for field in fields(group) if field.name not in harmless]
+    values = {field.name: (getattr(group, field.name, None), _default(field)) for field in counting}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _default(field: Field[Any]) -> Any:
+    """A field's default, which pydantic may hold."""
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    factory = getattr(default, "default_factory", None)
+    return getattr(default, "default", default) if factory is None else factory()
