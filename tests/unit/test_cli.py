@@ -656,7 +656,7 @@ import os, signal, time
 import headwater.cli as cli
 import headwater.cli.app
 
-def app(args, prog_name):
+def app(args, **settings):
     try:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
