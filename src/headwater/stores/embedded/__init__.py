@@ -78,7 +78,8 @@ _registry_lock = ForkSafeLock()
 def open_embedded(url: StoreUrl, group: int | None = None, *, create: bool = True) -> EmbeddedStore:
     """Open the store, and make it where there is none. `group` names the server this process belongs to.
 
-    With `create` False nothing is made and nothing replaced: a store that is missing or unreadable is an error.
+    With `create` False nothing is made and nothing replaced: a store that is missing or unreadable is an error, and one
+    that exists is taken as it is, whatever sizes and policy the URL asks for.
     """
     if group is not None and not 0 < group < 1 << 63:
         raise InvalidArgumentError(f"group is {group}; expected a number from 1 to 2**63 - 1")
@@ -100,7 +101,7 @@ def open_embedded(url: StoreUrl, group: int | None = None, *, create: bool = Tru
     with _system_errors(url), _registry_lock:
         if not create:
             _require_index(url)
-        return _open_shared(url, group, deadline_s)
+        return _open_shared(url, group, deadline_s, is_given=not create)
 
 
 def store_directory(url: StoreUrl) -> str:
@@ -163,7 +164,7 @@ def _memory_core(url: StoreUrl, group: int) -> Core:
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
-def _open_shared(url: StoreUrl, group: int | None, deadline_s: float) -> EmbeddedStore:
+def _open_shared(url: StoreUrl, group: int | None, deadline_s: float, *, is_given: bool) -> EmbeddedStore:
     directory = store_directory(url)
     if not os.path.exists(os.path.join(directory, "index")):
         _check_room(url, _existing(directory), _new_geometry(url))  # before anything is made that must be undone
@@ -177,7 +178,8 @@ def _open_shared(url: StoreUrl, group: int | None, deadline_s: float) -> Embedde
         with contextlib.suppress(FileNotFoundError):
             at = os.stat(path)
             if key[:2] == (at.st_dev, at.st_ino) and group in (None, shared.core.members.group):
-                _check_settings(url, shared.core.geometry)
+                if not is_given:
+                    _check_settings(url, shared.core.geometry)
                 shared.uses += 1
                 return EmbeddedStore(shared.core, str(url), deadline_s, partial(_release, key))
     members = SharedMembers(path, group or new_group())
@@ -185,7 +187,7 @@ def _open_shared(url: StoreUrl, group: int | None, deadline_s: float) -> Embedde
         with members.creating(time.monotonic() + _OPEN_DEADLINE_S) as held:
             if not held:
                 raise DeadlineError(f"{url}: another process has been opening it for {_OPEN_DEADLINE_S:.0f} s")
-            core = _open_files(url, directory, members)
+            core = _open_files(url, directory, members, is_given=is_given)
     except BaseException:
         members.close()
         raise
@@ -209,7 +211,7 @@ def _require_index(url: StoreUrl) -> None:
         )
 
 
-def _open_files(url: StoreUrl, directory: str, members: SharedMembers) -> Core:
+def _open_files(url: StoreUrl, directory: str, members: SharedMembers, *, is_given: bool) -> Core:
     path = os.path.join(directory, "index")
     geometry = _read_geometry(url, path)
     if geometry is None and os.path.exists(path) and members.count():
@@ -219,7 +221,7 @@ def _open_files(url: StoreUrl, directory: str, members: SharedMembers) -> Core:
     fresh = geometry is None
     if geometry is None:
         geometry = _create_index(url, directory, path)
-    else:
+    elif not is_given:
         _check_settings(url, geometry)
     members.join()
     fd = open_private(path, os.O_RDWR)
