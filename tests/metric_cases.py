@@ -52,7 +52,7 @@ NEAR = TierStats(
     host_wide=("stored", "stored_bytes", "damaged"),
 )
 AWAY = TierStats(
-    "redis://u:***@away",
+    "redis://***@away:6379/0?ttl=60",
     "back",
     hits=301,
     hit_bytes=302,

@@ -23,6 +23,7 @@ from headwater.cli.demo import run as demo_run
 from headwater.cli.demo.cache import SPEC, PagedCache
 from headwater.cli.demo.ranks import Rank, load, save
 from headwater.cli.listing import Selection
+from headwater.errors import SettingsMismatchError
 from headwater.pool.space import tenant_tag
 from headwater.stores.url import DEFAULT_URL
 
@@ -656,7 +657,7 @@ import os, signal, time
 import headwater.cli as cli
 import headwater.cli.app
 
-def app(args, prog_name):
+def app(args, **settings):
     try:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
@@ -709,3 +710,15 @@ def test_demo_says_what_went_wrong_in_a_rank(place: Place) -> None:
     assert result.json["kind"] == "StoreError"
     assert "one chunk of 256 tokens takes 8.0 MiB" in result.json["error"]
     assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["stats", "ls", "verify"])
+def test_a_pool_is_looked_at_as_it_is_whatever_sizes_the_url_asks_for(cli: Cli, verb: str, tmp_path: Path) -> None:
+    """The URL of a configuration may have changed since the pool was made."""
+    url = f"file://{tmp_path}/pool"
+    with open_pool(f"{url}?capacity=4MiB"):
+        pass
+    for options in ("capacity=8MiB", "capacity=4MiB&index=1MiB", "segment=1MiB", "policy=fifo"):
+        assert cli("pool", verb, f"{url}?{options}").code == 0
+        with pytest.raises(SettingsMismatchError, match="the store exists with"):
+            open_pool(f"{url}?{options}")

@@ -63,7 +63,7 @@ def test_nothing_that_is_shown_has_a_password(tmp_path: Path) -> None:
     pool = check_config(str(path), ENV)[0]["fleet"]
     assert ENV["REDIS_PASSWORD"] not in repr(pool) + str(pool)
     assert "0123456789abcdef" not in repr(pool)
-    assert ":***@cache:6380" in str(pool)
+    assert "//***@cache:6380" in str(pool)
 
 
 @pytest.mark.parametrize("text", ["redis://u:s3cret@h:1/x", "redis://u:s3cret@h:99999", "redis://u:s3c/ret@h/?a=1"])

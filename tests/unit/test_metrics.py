@@ -105,8 +105,8 @@ def test_each_figure_is_read_from_its_own_field() -> None:
             case Source.STORE:
                 assert values[metric.name] == {"": getattr(STORE, metric.field)}
             case Source.TIER:
-                assert values[metric.name] == {tier.url: getattr(tier, metric.field) for tier in (NEAR, AWAY)}
-    assert values["headwater_tier_breaker_open"] == {NEAR.url: 0, AWAY.url: 1}
+                assert values[metric.name] == {tier.name: getattr(tier, metric.field) for tier in (NEAR, AWAY)}
+    assert values["headwater_tier_breaker_open"] == {NEAR.name: 0, AWAY.name: 1}
 
 
 def test_both_sides_and_both_scopes_say_everything_once() -> None:
@@ -120,7 +120,7 @@ def test_both_sides_and_both_scopes_say_everything_once() -> None:
     series = [(name, tier) for part in parts for name, by_tier in part.items() for tier in by_tier]
     assert len(set(series)) == len(series)
     assert merge(*parts) == snapshot(TRANSFER, STORE)
-    assert AWAY.url not in host_values(STORE)["headwater_tier_damaged_total"], "each process counts these itself"
+    assert AWAY.name not in host_values(STORE)["headwater_tier_damaged_total"], "each process counts these itself"
 
 
 def test_two_processes_of_a_host_agree_on_what_is_the_hosts(tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_two_processes_of_a_host_agree_on_what_is_the_hosts(tmp_path: Path) -> N
         assert one.flush() or other.flush()
         wait_until(lambda: sum(pool.tiers()[1].stored for pool in (one, other)) == 3, 10, "the copier counts")
         a, b = one.stats().store, other.stats().store
-        hits = {tier.url: 3.0 if tier.write == "first" else 0.0 for tier in a.tiers}
+        hits = {tier.name: 3.0 if tier.write == "first" else 0.0 for tier in a.tiers}
         assert own_values(a)["headwater_tier_hits_total"] == hits
         assert set(own_values(b)["headwater_tier_hits_total"].values()) == {0.0}
         assert host_values(a)["headwater_store_stored_total"] == host_values(b)["headwater_store_stored_total"]
-        assert host_values(a)["headwater_tier_stored_total"] == {a.tiers[0].url: 3.0}
-        assert host_values(b)["headwater_tier_stored_total"] == {a.tiers[0].url: 3.0}
+        assert host_values(a)["headwater_tier_stored_total"] == {a.tiers[0].name: 3.0}
+        assert host_values(b)["headwater_tier_stored_total"] == {a.tiers[0].name: 3.0}

@@ -90,7 +90,7 @@ def test_every_figure_of_the_pool_is_on_the_page() -> None:
         assert shown[f"{name}_sum"] == pytest.approx(sum(times))
     near, away = STORE.tiers
     for tier in (near, away):
-        label = f'{{tier="{tier.url}"}}'
+        label = f'{{tier="{tier.name}"}}'
         assert shown[f"headwater_tier_hits_total{label}"] == tier.hits
         assert shown[f"headwater_tier_waiting_chunks{label}"] == tier.waiting
         assert shown[f"headwater_tier_damaged_total{label}"] == tier.damaged

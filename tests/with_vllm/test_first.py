@@ -8,6 +8,7 @@ Engines are started in the order of the tests; each is ended before the next one
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from headwater.bench.vllm_engine import EngineProcess, engine
 from headwater.connector.metrics import POOL_METRICS
 
+from listening import doors
 from metric_cases import samples
 from pool_waits import wait_saved
 from support import wait_until
@@ -29,10 +31,23 @@ LATER = random_tokens(4, 600, 40000)
 NUM_NEW = 12
 
 
+def listeners(running: EngineProcess) -> Counter[tuple[str, str]]:
+    """How many sockets of an engine listen on each address; of unix sockets, how many do."""
+    found = doors(running.pid)
+    return Counter((door.protocol, "" if door.protocol == "unix" else door.address) for door in found)
+
+
 @pytest.fixture(scope="module")
-def expected(smollm2: Path, log_file: Path) -> dict[str, list[list[int]]]:
+def own_listeners() -> Counter[tuple[str, str]]:
+    """Those of vLLM itself, once `expected` has run."""
+    return Counter()
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2: Path, log_file: Path, own_listeners: Counter[tuple[str, str]]) -> dict[str, list[list[int]]]:
     """What vLLM says without a connector. (The first start.)"""
     with engine(log_file, settings_of(smollm2, None)) as plain:
+        own_listeners.update(listeners(plain))
         found = plain.ask("generate", prompts=[*PROMPTS, LATER], max_tokens=NUM_NEW)["tokens"]
         turn = [*PROMPTS[0], *found[0], *random_tokens(5, 40, 40000)]
         return {"tokens": found, "turn": [turn, *plain.ask("generate", prompts=[turn], max_tokens=NUM_NEW)["tokens"]]}
@@ -67,6 +82,11 @@ def test_a_second_request_hits_and_says_the_same(
     assert metrics["headwater_pool_loaded_tokens"] == metrics["headwater_pool_matched_tokens"] == hit["external"]
     assert metrics["headwater_pool_load_duration_seconds_count"] == len(PROMPTS)
     assert metrics["headwater_store_used_bytes"] <= metrics["headwater_store_data_bytes"] < 1 << 30
+
+
+def test_the_connector_listens_nowhere(server: EngineProcess, own_listeners: Counter[tuple[str, str]]) -> None:
+    assert own_listeners, "none of vLLM's own sockets were seen: this test tested nothing"
+    assert listeners(server) == own_listeners
 
 
 def test_two_equal_prompts_of_one_step_are_saved_right(server: EngineProcess, pool_url: str) -> None:

@@ -141,7 +141,7 @@ def test_what_all_processes_of_an_engine_report_is_on_its_page(prom: KVConnector
                     value = getattr(tier, metric.field)
                     if not tier.shares(metric.field) and metric.name != "headwater_tier_breaker_open":
                         value *= 3
-                    assert shown[f'{metric.name}{{tier="{tier.url}"}}'] == value, metric.name
+                    assert shown[f'{metric.name}{{tier="{tier.name}"}}'] == value, metric.name
     assert shown['headwater_pool_load_duration_seconds_bucket{le="0.0025"}'] == 2
     assert page(0)["headwater_pool_loaded_bytes_total"] == 0, "another engine's"
 

@@ -211,7 +211,7 @@ def _new_pool(url: str | None, **options: int) -> Iterator[Pool]:
         url += ("&" if parsed.options else "?") + missing
         parsed = parse_url(url)
     if parsed.scheme != "memory" and os.path.exists(store_directory(parsed)):
-        raise InvalidArgumentError(f"{url} exists already; the benchmark empties and removes what it uses")
+        raise InvalidArgumentError(f"{parsed} exists already; the benchmark empties and removes what it uses")
     try:
         with open_pool(url) as pool:
             yield pool

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from headwater.errors import HeadwaterError
+from headwater.redaction import redact_words
 
 __all__ = ["main", "run"]
 
@@ -40,22 +41,44 @@ def run(args: Sequence[str]) -> int:
     try:
         from headwater.cli.app import app
 
-        app(list(args), prog_name="headwater")
-        return 0
+        code = app(list(args), prog_name="headwater", standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BrokenPipeError:
         raise
-    except (HeadwaterError, OSError) as error:
+    except HeadwaterError as error:
         return _fail(error, str(error), args)
+    except OSError as error:
+        return _fail(error, redact_words(str(error), args), args)
     except Exception as error:
+        if (usage := _usage_exit(error, args)) is not None:
+            return usage
         if os.environ.get("HEADWATER_TRACEBACK"):
             raise
         if _came:
             # CPython puts a TypeError in place of what a signal raises while it words a failed import.
             return 128 + _came[-1]
-        text = f"unexpected {type(error).__name__}: {error} (HEADWATER_TRACEBACK=1 shows where; please report it)"
+        said = f"{type(error).__name__}: {redact_words(str(error), args)}"
+        text = f"unexpected {said} (HEADWATER_TRACEBACK=1 shows where; please report it)"
         return _fail(error, text, args)
+
+
+def _usage_exit(error: Exception, args: Sequence[str]) -> int | None:
+    """Show what is wrong with a command line, as Typer does but without passwords in it, and return the exit code; None
+    for other exceptions."""
+    import typer
+    from typer import rich_utils
+
+    if isinstance(error, typer.Abort):
+        rich_utils.rich_abort_error()
+        return 1
+    # The classes are Click's, or those of the copy that newer versions of Typer bring along.
+    if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
+        return None
+    error.message = redact_words(getattr(error, "message", ""), args)  # type: ignore[attr-defined]
+    rich_utils.rich_format_error(error)  # type: ignore[arg-type]
+    return int(error.exit_code)
 
 
 def _fail(error: Exception, text: str, args: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headwater.errors import EngineConfigError
 
@@ -15,8 +15,8 @@ LOAD_MODES = ("async", "layerwise", "blocking")
 class ConnectorConfig:
     """Which pool, and what to do with it. Raises EngineConfigError for what cannot be."""
 
-    pool: str
-    """A pool URL, say shm:///headwater?capacity=8GiB."""
+    pool: str = field(repr=False)
+    """A pool URL, say shm:///headwater?capacity=8GiB. It may hold a password, so it is not shown."""
     role: str = "both"
     """"producer" only saves, "consumer" only loads (see the two options below), "both" does both."""
     consumer_is_to_put: bool = False

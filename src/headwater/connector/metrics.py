@@ -204,6 +204,6 @@ def merge(*parts: Values) -> Values:
 def _tier_values(tiers: Sequence[TierStats], *, is_host_wide: bool) -> Values:
     found: Values = {}
     for name, field in _NUMBERS[Source.TIER]:
-        if series := {t.url: float(getattr(t, field)) for t in tiers if is_host_wide == t.shares(field)}:
+        if series := {t.name: float(getattr(t, field)) for t in tiers if is_host_wide == t.shares(field)}:
             found[name] = series
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headwater.connector.config import ConnectorConfig
 from headwater.errors import EngineConfigError
@@ -44,8 +44,9 @@ class EngineConfig:
     """Where the seeds of requests that bring none start from."""
     num_threads: int | None = None
     """CPU threads of one rank; None: the cores there are, divided by the ranks."""
-    pool: str | None = None
-    """URL of the pool to share KV through, say shm:///headwater; None: share nothing."""
+    pool: str | None = field(default=None, repr=False)
+    """URL of the pool to share KV through, say shm:///headwater; None: share nothing. It may hold a password, so it
+    is not shown."""
     pool_role: str = "both"
     pool_load: str = "async"
     pool_saves_decoded: bool = True

@@ -2,11 +2,13 @@
 
 Rank 0 schedules and tells the others, over a socket pair each; what they compute together goes over
 torch.distributed (NCCL between GPUs, gloo between CPUs). A child ends when its socket closes, whatever else happens.
+The ranks find each other through a file that only they have open, and listen on the loopback interface alone.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -15,6 +17,7 @@ import threading
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,16 +58,16 @@ class RankGroup:
         size = config.tensor_parallel_size
         if size == 1:
             return
-        store = _dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        fd, prefix = _meeting_file(), secrets.token_hex(8)
         try:
             for rank in range(1, size):
-                child = _spawn()
+                child = _spawn(fd)
                 self._children.append(child)
-                fields = {"config": asdict(config), "rank": rank, "size": size, "port": store.port}
+                fields = {"config": asdict(config), "rank": rank, "size": size, "meeting": [fd, prefix]}
                 send(child[1], "start", fields)
             for _, sock in self._children:
                 self._expect(sock, "joined")  # one that dies before would leave the rest waiting in the group
-            self.parallel = TensorParallel(0, size, _make_group(store, 0, size, placement.device))
+            self.parallel = TensorParallel(0, size, _make_group(_meet(fd, prefix, size), 0, size, placement.device))
         except BaseException:
             self.close()
             raise
@@ -173,7 +176,8 @@ def run_rank(sock: socket.socket) -> None:
     try:
         placement = choose_placement(config)
         set_num_threads(config, placement)
-        store = _dist.TCPStore("127.0.0.1", int(start.fields["port"]), size, is_master=False)
+        fd, prefix = start.fields["meeting"]
+        store = _meet(int(fd), str(prefix), size)
         send(sock, "joined")
         parallel = TensorParallel(rank, size, _make_group(store, rank, size, placement.device))
         from headwater.engine.runner import Runner
@@ -255,18 +259,33 @@ def _connect(message: Message, runner: Runner, config: EngineConfig, on_end: OnE
     runner.connect(space, connector, on_end)
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+@cache
+def _meeting_file() -> int:
+    """Where the ranks of all engines of this process tell each other their addresses: memory that has no name, so that
+    nobody else can read it or write to it. It stays open: torch opens it again by its number, also from destructors."""
+    return os.memfd_create("headwater-ranks")
+
+
+def _meet(fd: int, prefix: str, size: int) -> Any:
+    """What torch calls a store, without a server. (`TCPStore` listens on every interface, and asks nobody who he is.)
+    Each engine has a prefix of its own."""
+    return _dist.PrefixStore(prefix, _dist.FileStore(f"/proc/self/fd/{fd}", size))
+
+
+def _spawn(meeting_fd: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         # -P: what lies in the directory we were started from must not be imported instead of the real thing.
         command = [sys.executable, "-P", "-m", "headwater.engine.rank", str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno(), meeting_fd], stdin=subprocess.DEVNULL)
     return process, ours
 
 
 def _make_group(store: Any, rank: int, size: int, device: torch.device) -> Any:
     """A process group of its own, without torch's global one: several engines may live in one process."""
     if device.type == "cuda":
+        # All ranks are on this host. NCCL reads this when a process makes its first group, and listens where it says.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         return _dist.ProcessGroupNCCL(store, rank, size)
     options = _dist.ProcessGroupGloo._Options()
     options._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]

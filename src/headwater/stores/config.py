@@ -30,7 +30,7 @@ from typing import Any
 from urllib.parse import quote
 
 from headwater.errors import ConfigError, UrlError
-from headwater.stores.url import OPTIONS, StoreUrl, check_order, parse_url, parse_urls, redact, split_urls
+from headwater.stores.url import OPTIONS, StoreUrl, check_order, parse_url, parse_urls, split_urls
 
 CONFIG_VARIABLE = "HEADWATER_CONFIG"
 POOL_VARIABLE = "HEADWATER_POOL_"
@@ -178,7 +178,7 @@ def _tier_url(tier: dict[str, Any], where: str, env: Mapping[str, str], problems
     if "user" in tier or "password_env" in tier:
         variable = tier.get("password_env")
         if variable is not None and variable not in env:
-            problems.add(f"{where}: password_env names {variable!r}, which is not set")
+            problems.add(f"{where}: password_env names {_variable(variable)}, which is not set")
         if "@" in rest:
             problems.add(f"{where}: the account is in the url already")
         password = f":{quote(env[variable], safe='')}" if variable is not None and variable in env else ""
@@ -199,10 +199,15 @@ def _tier_url(tier: dict[str, Any], where: str, env: Mapping[str, str], problems
     return f"{scheme}://{account}{rest}{mark}{joined}"
 
 
+def _variable(name: object) -> str:
+    """The name of a variable, unless it may be the secret itself that somebody wrote there."""
+    return repr(name) if re.fullmatch(r"[A-Z][A-Z0-9_]{0,63}", str(name)) else "a variable"
+
+
 def _text(table: dict[str, Any], name: str, where: str) -> str:
     value = table.get(name)
     if not isinstance(value, str):
-        raise ConfigError(f"{where}: {name} must be a text, got {redact(repr(value))[:64]}")
+        raise ConfigError(f"{where}: {name} must be a text, not a {type(value).__name__}")
     return value
 
 
@@ -217,7 +222,7 @@ def _secret(section: dict[str, Any], where: str, env: Mapping[str, str]) -> byte
             raise ConfigError(f"{where}: tenant_secret_file {path!r} cannot be read: {error.strerror}") from error
     elif variable is not None:
         if variable not in env:
-            raise ConfigError(f"{where}: tenant_secret_env names {variable!r}, which is not set")
+            raise ConfigError(f"{where}: tenant_secret_env names {_variable(variable)}, which is not set")
         secret = env[variable].encode()
     elif SECRET_VARIABLE in env:
         secret = env[SECRET_VARIABLE].encode()

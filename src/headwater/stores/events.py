@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from headwater.errors import StoreError
 from headwater.kv.format import checksum
+from headwater.stores.private import allocate, open_private
 
 
 class EventKind(IntEnum):
@@ -68,10 +69,9 @@ class EventRing:
     @classmethod
     def open(cls, path: str, *, create: bool) -> EventRing:
         """The ring in that file. Raises OSError where there is none, or StoreError where it is none of ours."""
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+        fd = open_private(path, os.O_RDWR | (os.O_CREAT if create else 0))
         try:
-            if os.fstat(fd).st_size < RING_BYTES:
-                os.posix_fallocate(fd, 0, RING_BYTES)  # a store into a hole of a full device would be a SIGBUS
+            allocate(fd, RING_BYTES)
             mapping = mmap.mmap(fd, RING_BYTES)
         finally:
             os.close(fd)

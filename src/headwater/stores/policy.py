@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import UrlError
+from headwater.redaction import show_value
 
 Column = npt.NDArray[np.int64]
 
@@ -57,5 +58,5 @@ POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (
 def create_policy(name: str) -> EvictionPolicy:
     """The policy of that name. Raises UrlError where there is none."""
     if name not in POLICIES:
-        raise UrlError(f"unknown eviction policy {name!r}; known are {', '.join(POLICIES)}")
+        raise UrlError(f"unknown eviction policy {show_value(name)!r}; known are {', '.join(POLICIES)}")
     return POLICIES[name]()

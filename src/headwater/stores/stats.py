@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from headwater.redaction import HIDDEN
+
 
 class ChunkInfo(NamedTuple):
     """One complete chunk, for listings."""
@@ -52,6 +54,11 @@ class TierStats:
     """Events of other hosts that this process has brought."""
     host_wide: tuple[str, ...] = ()
     """Of the figures above: those that all processes of this host count together, and see alike."""
+
+    @property
+    def name(self) -> str:
+        """Scheme and place, without account and options: what metrics call the tier."""
+        return self.url.partition("?")[0].replace(f"{HIDDEN}@", "")
 
     @property
     def is_breaker_open(self) -> bool:

@@ -1,4 +1,4 @@
-"""Store URLs: the one place where they are parsed, and where credentials are kept out of what is shown.
+"""Store URLs: the one place where they are parsed. What is shown of them goes through `headwater.redaction`.
 
 memory://?capacity=2GiB
 shm:///headwater?capacity=8GiB
@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
+from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
 from headwater.errors import UrlError
+from headwater.redaction import HIDDEN, redact, show_option, show_value
 
 EMBEDDED = ("memory", "shm", "file")
 REMOTE = ("redis", "rediss", "mooncake")
@@ -47,6 +49,7 @@ _COUNTS = ("connections", "replicas")
 _MAY_BE_ZERO = ("mooncake", "segment")
 """A Mooncake client without a segment only uses what others give."""
 
+_COMMA = re.compile(rf",\s*(?=(?:{'|'.join(SCHEMES)})://)", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter + "ib": 1 << (10 * _power), _letter + "b": 10 ** (3 * _power)}
@@ -58,7 +61,7 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or len(text) > 32:
-        raise UrlError(f"{text[:32]!r} is not a size; write it like 8GiB, 512MiB or 1000000")
+        raise UrlError(f"{show_value(text)[:32]!r} is not a size; write it like 8GiB, 512MiB or 1000000")
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
@@ -71,11 +74,11 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StoreUrl:
     """A parsed URL. `options` holds the raw text of each option; readers ask for them by type.
 
-    Its text never contains the password: it is what logs, statistics and errors show.
+    Its text never contains the account: it is what logs, statistics and errors show.
     """
 
     scheme: str
@@ -84,7 +87,7 @@ class StoreUrl:
     host: str = ""
     port: int = 0
     user: str = ""
-    password: str = field(default="", repr=False)
+    password: str = ""
 
     @property
     def is_remote(self) -> bool:
@@ -106,7 +109,7 @@ class StoreUrl:
         except ValueError:
             value = -1.0
         if not 0 < value <= 86400 * 365:
-            raise UrlError(f"option {name}={text!r} must be a positive number of seconds")
+            raise UrlError(f"option {name}={show_value(text)[:32]!r} must be a positive number of seconds")
         return value
 
     def count(self, name: str, default: int) -> int:
@@ -115,7 +118,7 @@ class StoreUrl:
         if text is None:
             return default
         if not text.isdecimal() or not 0 < int(text) <= 1024:
-            raise UrlError(f"option {name}={text[:32]!r} must be a whole number from 1 to 1024")
+            raise UrlError(f"option {name}={show_value(text)[:32]!r} must be a whole number from 1 to 1024")
         return int(text)
 
     def port_option(self, name: str, default: int) -> int:
@@ -124,27 +127,23 @@ class StoreUrl:
         if text is None:
             return default
         if not text.isdecimal() or not 0 < int(text) < 65536:
-            raise UrlError(f"option {name}={text[:32]!r} must be a port, from 1 to 65535")
+            raise UrlError(f"option {name}={show_value(text)[:32]!r} must be a port, from 1 to 65535")
         return int(text)
 
     def __str__(self) -> str:
-        query = "&".join(f"{name}={value}" for name, value in self.options.items())
+        query = "&".join(show_option(name, value) for name, value in self.options.items())
         place = f"[{self.host}]" if ":" in self.host else self.host
         place += f":{self.port}" if self.port else ""
-        account = quote(self.user) + (":***" if self.password else "")
-        place = f"{account}@{place}" if account else place
+        place = f"{HIDDEN}@{place}" if self.user or self.password else place
         return f"{self.scheme}://{place}{quote(self.path)}" + (f"?{query}" if query else "")
 
-
-def redact(text: str) -> str:
-    """What may be shown of text in which URLs with accounts may stand. Rather too little than too much: a password
-    that should have been quoted may contain anything."""
-    return re.sub(r"//\S*@", "//***@", text)
+    def __repr__(self) -> str:
+        return f"StoreUrl({str(self)!r})"
 
 
 def split_urls(text: str) -> list[str]:
-    """The URLs of a list of tiers. A comma separates where a scheme follows it."""
-    return [part.strip() for part in re.split(r",\s*(?=[a-z]+://)", text)]
+    """The URLs of a list of tiers. A comma separates where one of our schemes follows it."""
+    return [part.strip() for part in re.split(_COMMA, text)]
 
 
 def parse_urls(text: str) -> tuple[StoreUrl, ...]:
@@ -178,17 +177,15 @@ def parse_url(text: str) -> StoreUrl:
     if not isinstance(text, str) or len(text) > 4096 or not text.isprintable():
         raise UrlError("a store URL is a string of at most 4096 printable characters")
     shown = redact(text)
-    try:
-        parts = urlsplit(text)
-        path = unquote(parts.path, errors="strict")
-    except ValueError:
-        # Not its own words, here and below: they may quote a piece of the password.
-        raise UrlError(f"{shown!r} is not a URL") from None
+    found = _split(text)
+    if found is None:
+        raise UrlError(f"{shown!r} is not a URL")
+    parts, path = found
     if not path.isprintable():
         raise UrlError(f"{shown!r} has control characters in its path")
     if parts.scheme not in SCHEMES:
         schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise UrlError(f"unknown store scheme {parts.scheme!r} in {shown!r}; known are {schemes}")
+        raise UrlError(f"unknown store scheme {_said(parts.scheme, shown)} in {shown!r}; known are {schemes}")
     if parts.fragment:
         raise UrlError(f"{shown!r} has a fragment (#…), which means nothing here")
     options: dict[str, str] = {}
@@ -196,9 +193,9 @@ def parse_url(text: str) -> StoreUrl:
     known = OPTIONS[parts.scheme]
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name not in known:
-            problems.append(f"unknown option {name!r} in {shown!r}; known are {', '.join(known)}")
+            problems.append(f"unknown option {_said(name, shown)} in {shown!r}; known are {', '.join(known)}")
         if name in options:
-            problems.append(f"option {name!r} is given twice in {shown!r}")
+            problems.append(f"option {_said(name, shown)} is given twice in {shown!r}")
         options[name] = value
     if parts.scheme in REMOTE:
         url = _parse_remote(parts, path, MappingProxyType(options), shown)
@@ -211,6 +208,21 @@ def parse_url(text: str) -> StoreUrl:
     return url
 
 
+def _split(text: str) -> tuple[SplitResult, str] | None:
+    """The parts and the path without quotes; None for what is no URL. Python's own words about it are dropped here,
+    before anything is raised: they quote the URL, and stay with an exception as its context."""
+    try:
+        parts = urlsplit(text)
+        return parts, unquote(parts.path, errors="strict")
+    except ValueError:
+        return None
+
+
+def _said(piece: str, shown: str) -> str:
+    """A piece of a URL in quotes, if it is among what is shown of the URL anyway."""
+    return repr(piece if piece.lower() in shown.lower() else HIDDEN)
+
+
 def _option_problems(url: StoreUrl, shown: str) -> list[str]:
     """What is wrong with the values of a URL's options, all of it."""
     problems = []
@@ -221,6 +233,9 @@ def _option_problems(url: StoreUrl, shown: str) -> list[str]:
         *(partial(url.count, name, 1) for name in _COUNTS),
         partial(url.port_option, "metrics", 1),
     ]
+    if any("@" in value for value in url.options.values()):
+        problems.append(f"an option of {shown!r} has an '@'; accounts go before the host, and commas between tiers")
+        return problems
     for check in checks:
         try:
             check()
@@ -242,16 +257,31 @@ def _check_size(url: StoreUrl, name: str, shown: str) -> None:
         raise UrlError(f"option {name} in {shown!r} must be more than zero")
 
 
-def _parse_remote(parts: SplitResult, path: str, options: MappingProxyType[str, str], shown: str) -> StoreUrl:
+class _Authority(NamedTuple):
+    host: str
+    port: int | None
+    user: str
+    password: str
+
+
+def _authority(parts: SplitResult) -> _Authority | None:
+    """Who and where; None where that cannot be read. See `_split` for why nothing is raised."""
     try:
-        host = parts.hostname or ""
-        port = parts.port or (DEFAULT_PORTS[parts.scheme] if host else 0)
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
+        return _Authority(parts.hostname or "", parts.port, user, password)
     except ValueError:
+        return None
+
+
+def _parse_remote(parts: SplitResult, path: str, options: MappingProxyType[str, str], shown: str) -> StoreUrl:
+    found = _authority(parts)
+    if found is None:
         raise UrlError(
             f"{shown!r}: the port is no number from 0 to 65535; '/', '?', '#' and '@' in a password must be written as "
             "%2F, %3F, %23 and %40"
-        ) from None
+        )
+    host, port, user, password = found
+    port = port or (DEFAULT_PORTS[parts.scheme] if host else 0)
     if not re.fullmatch(r"[A-Za-z0-9._:-]{1,255}", host) and (host or parts.scheme != "mooncake"):
         raise UrlError(f"{shown!r}: expected {parts.scheme}://HOST:PORT")
     if parts.scheme == "mooncake":
@@ -266,7 +296,13 @@ def _check_local(parts: SplitResult, path: str, shown: str) -> None:
     if parts.netloc and parts.scheme == "memory":
         raise UrlError(f"memory:// has no name, got {shown!r}")
     if parts.netloc:
-        raise UrlError(f"{shown!r} names a host; write three slashes, as in {parts.scheme}:///{parts.netloc}…")
+        example = f"{parts.scheme}:///{parts.netloc}…" if parts.netloc in shown else f"{parts.scheme}:///…"
+        raise UrlError(f"{shown!r} names a host; write three slashes, as in {example}")
+    if parts.scheme == "file" and (re.search(r"[\s:@,;|]", parts.path) or "://" in path):
+        raise UrlError(
+            f"{shown!r}: expected one path; tiers are separated by commas, each with its scheme, and ' ', ':', '@', "
+            "',', ';' and '|' in a path are written as %20, %3A, %40, %2C, %3B and %7C"
+        )
     _check_path(parts.scheme, path, shown)
 
 

@@ -40,7 +40,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 class Greeting(KVConnectorHandshakeMetadata):
     """What a worker says of itself once, when its cache is there."""
 
-    pool: str
+    pool: str = field(repr=False)
     """As the options name it."""
     declined: str = ""
     home: str = ""

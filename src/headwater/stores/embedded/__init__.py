@@ -54,12 +54,14 @@ from headwater.stores.embedded.store import DEFAULT_DEADLINE_S, EmbeddedStore
 from headwater.stores.embedded.units import ABSENT_UNIT
 from headwater.stores.host import boot_id, memory_bytes
 from headwater.stores.policy import POLICIES, create_policy
+from headwater.stores.private import allocate, open_private, why_shared
 from headwater.stores.url import StoreUrl, format_size
 
 SHM_ROOT = "/dev/shm"
 MAX_DEFAULT_BYTES = {"memory": 2 << 30, "shm": 8 << 30, "file": 64 << 30}
 """The most that a store gets whose URL names no capacity."""
 _OPEN_DEADLINE_S = 10.0
+_DOCKER_HINT = "; in Docker, start the container with a larger --shm-size"
 
 
 @dataclass
@@ -76,7 +78,8 @@ _registry_lock = ForkSafeLock()
 def open_embedded(url: StoreUrl, group: int | None = None, *, create: bool = True) -> EmbeddedStore:
     """Open the store, and make it where there is none. `group` names the server this process belongs to.
 
-    With `create` False nothing is made and nothing replaced: a store that is missing or unreadable is an error.
+    With `create` False nothing is made and nothing replaced: a store that is missing or unreadable is an error, and one
+    that exists is taken as it is, whatever sizes and policy the URL asks for.
     """
     if group is not None and not 0 < group < 1 << 63:
         raise InvalidArgumentError(f"group is {group}; expected a number from 1 to 2**63 - 1")
@@ -98,7 +101,7 @@ def open_embedded(url: StoreUrl, group: int | None = None, *, create: bool = Tru
     with _system_errors(url), _registry_lock:
         if not create:
             _require_index(url)
-        return _open_shared(url, group, deadline_s)
+        return _open_shared(url, group, deadline_s, is_given=not create)
 
 
 def store_directory(url: StoreUrl) -> str:
@@ -161,7 +164,7 @@ def _memory_core(url: StoreUrl, group: int) -> Core:
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
-def _open_shared(url: StoreUrl, group: int | None, deadline_s: float) -> EmbeddedStore:
+def _open_shared(url: StoreUrl, group: int | None, deadline_s: float, *, is_given: bool) -> EmbeddedStore:
     directory = store_directory(url)
     if not os.path.exists(os.path.join(directory, "index")):
         _check_room(url, _existing(directory), _new_geometry(url))  # before anything is made that must be undone
@@ -175,7 +178,8 @@ def _open_shared(url: StoreUrl, group: int | None, deadline_s: float) -> Embedde
         with contextlib.suppress(FileNotFoundError):
             at = os.stat(path)
             if key[:2] == (at.st_dev, at.st_ino) and group in (None, shared.core.members.group):
-                _check_settings(url, shared.core.geometry)
+                if not is_given:
+                    _check_settings(url, shared.core.geometry)
                 shared.uses += 1
                 return EmbeddedStore(shared.core, str(url), deadline_s, partial(_release, key))
     members = SharedMembers(path, group or new_group())
@@ -183,7 +187,7 @@ def _open_shared(url: StoreUrl, group: int | None, deadline_s: float) -> Embedde
         with members.creating(time.monotonic() + _OPEN_DEADLINE_S) as held:
             if not held:
                 raise DeadlineError(f"{url}: another process has been opening it for {_OPEN_DEADLINE_S:.0f} s")
-            core = _open_files(url, directory, members)
+            core = _open_files(url, directory, members, is_given=is_given)
     except BaseException:
         members.close()
         raise
@@ -207,7 +211,7 @@ def _require_index(url: StoreUrl) -> None:
         )
 
 
-def _open_files(url: StoreUrl, directory: str, members: SharedMembers) -> Core:
+def _open_files(url: StoreUrl, directory: str, members: SharedMembers, *, is_given: bool) -> Core:
     path = os.path.join(directory, "index")
     geometry = _read_geometry(url, path)
     if geometry is None and os.path.exists(path) and members.count():
@@ -217,11 +221,12 @@ def _open_files(url: StoreUrl, directory: str, members: SharedMembers) -> Core:
     fresh = geometry is None
     if geometry is None:
         geometry = _create_index(url, directory, path)
-    else:
+    elif not is_given:
         _check_settings(url, geometry)
     members.join()
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = open_private(path, os.O_RDWR)
     try:
+        allocate(fd, geometry.index_bytes)
         mapping = mmap.mmap(fd, geometry.index_bytes)
     finally:
         os.close(fd)
@@ -282,10 +287,9 @@ def _create_index(url: StoreUrl, directory: str, path: str) -> Geometry:
     _check_room(url, directory, geometry)
     _remove_files(directory)
     temporary = path + ".new"
-    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = open_private(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
-        # Storage for all of it: a store into a hole of a full device would be a SIGBUS, not an error.
-        os.posix_fallocate(fd, 0, geometry.index_bytes)
+        allocate(fd, geometry.index_bytes)
         header = geometry.encode()
         os.pwrite(fd, header, 0)
         os.pwrite(fd, header, geometry.index_bytes - PAGE)
@@ -333,22 +337,26 @@ def _check_settings(url: StoreUrl, geometry: Geometry) -> None:
 
 
 def _check_owner(url: StoreUrl, directory: str) -> None:
-    """Raise unless only this user (or root) can put files there: whoever can, can make up KV that verifies."""
+    """Raise unless only this user (or root) can put files there, or write to those that are there."""
     found = os.lstat(directory)
     if stat.S_ISLNK(found.st_mode) and url.scheme == "file":
         found = os.stat(directory)  # a symbolic link to one's own directory is fine, but not in /dev/shm
-    trusted = found.st_uid in (os.geteuid(), 0) if url.scheme == "file" else found.st_uid == os.geteuid()
-    if not stat.S_ISDIR(found.st_mode) or not trusted or found.st_mode & stat.S_IWOTH:
-        raise StorePermissionError(
-            f"{url}: {directory} belongs to another user or others may write to it; use a directory of your own"
-        )
+    if not stat.S_ISDIR(found.st_mode):
+        raise StorePermissionError(f"{url}: {directory} is not a directory of your own; use another name")
+    reason = why_shared(directory, found, root_may_own=url.scheme == "file")
+    for entry in () if reason else os.scandir(directory):
+        if _is_ours(entry.name) or entry.name == "members":
+            with contextlib.suppress(FileNotFoundError):
+                reason = reason or why_shared(entry.path, entry.stat(follow_symlinks=False))
+    if reason:
+        raise StorePermissionError(f"{url}: {reason}")
 
 
 def _check_room(url: StoreUrl, directory: str, geometry: Geometry) -> None:
     usage = shutil.disk_usage(directory)
     if geometry.capacity <= usage.free:
         return
-    hint = "; in Docker, start the container with a larger --shm-size" if url.scheme == "shm" else ""
+    hint = _DOCKER_HINT if url.scheme == "shm" else ""
     raise CapacityError(
         f"{url}: a capacity of {format_size(geometry.capacity)} does not fit, "
         f"{directory} has {format_size(usage.free)} free of {format_size(usage.total)}{hint}"
@@ -357,11 +365,15 @@ def _check_room(url: StoreUrl, directory: str, geometry: Geometry) -> None:
 
 def _remove_files(directory: str) -> None:
     """Delete index and segments, and nothing that is not ours."""
-    for name in os.listdir(directory):
-        ours = name in ("index", "index.new", EVENTS_FILE) or name.startswith(CURSOR_PREFIX)
-        if ours or re.fullmatch(r"data-[0-9a-f]{32}-\d{4,}", name):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(directory, name))
+    for name in filter(_is_ours, os.listdir(directory)):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(directory, name))
+
+
+def _is_ours(name: str) -> bool:
+    """Whether Headwater makes files of that name. (`members` is apart: it holds the locks, and goes last.)"""
+    fixed = name in ("index", "index.new", EVENTS_FILE) or name.startswith(CURSOR_PREFIX)
+    return fixed or re.fullmatch(r"data-[0-9a-f]{32}-\d{4,}", name) is not None
 
 
 @contextlib.contextmanager
@@ -370,13 +382,17 @@ def _system_errors(url: StoreUrl) -> Iterator[None]:
     try:
         yield
     except PermissionError as error:
-        raise StorePermissionError(f"{url}: no permission for {error.filename or url.path}") from error
+        # Those of `stores.private` say what is wrong; the operating system's only where.
+        reason = error.strerror if error.filename is None else f"no permission for {error.filename}"
+        raise StorePermissionError(f"{url}: {reason}") from error
     except (FileExistsError, NotADirectoryError) as error:
         raise StoreError(f"{url}: {error.filename or url.path} is not a directory") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            hint = "; in Docker, start the container with a larger --shm-size" if url.scheme == "shm" else ""
-            raise CapacityError(f"{url}: no space left on the device{hint}") from error
+            hint = (
+                "in Docker, start the container with a larger --shm-size" if url.scheme == "shm" else "free some first"
+            )
+            raise CapacityError(f"{url}: no space left on the device; {hint}") from error
         raise StoreError(f"{url}: {error.strerror or error}") from error
 
 

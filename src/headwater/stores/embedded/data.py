@@ -21,6 +21,7 @@ import numpy.typing as npt
 from headwater.locks import ForkSafeLock
 from headwater.stores.base import Place
 from headwater.stores.embedded.layout import Geometry
+from headwater.stores.private import open_private
 from headwater.stores.workers import Workers
 
 Bytes = npt.NDArray[np.uint8]
@@ -173,7 +174,7 @@ class MappedData:
                 # Created also where it should exist: if somebody deleted or cut it, its chunks fail their checksums
                 # and go, and the segment is good for new ones.
                 path = segment_path(self._directory, self._geometry, segment)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fd = open_private(path, os.O_RDWR | os.O_CREAT)
                 try:
                     os.posix_fallocate(fd, 0, size)
                     mapping = mmap.mmap(fd, size)
@@ -291,7 +292,7 @@ class FileData:
             fd = self._fds[segment]
             if fd is None:
                 path = segment_path(self._directory, self._geometry, segment)
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | create, 0o600)
+                fd = open_private(path, os.O_RDWR | create)
                 self._fds[segment] = fd
             return fd
 

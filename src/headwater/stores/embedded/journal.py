@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable
 
-from headwater.errors import StoreError
+from headwater.errors import CapacityError, StoreError
 from headwater.stores.embedded.layout import Record, Word
 from headwater.stores.events import EventKind, EventRing
 
@@ -51,8 +52,12 @@ class Journal:
         ring.append(kind, tier, key, number, num_tokens)
 
     def ring(self) -> EventRing:
-        """The ring, made if there is none; from now on all writers write to it."""
-        ring = self._ring or self._attach(create=True)
+        """The ring, made if there is none; from now on all writers write to it. Raises StoreError."""
+        try:
+            ring = self._ring or self._attach(create=True)
+        except OSError as error:
+            kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+            raise kind(f"{self._directory}: its events cannot be kept: {error.strerror}") from error
         self._words[Word.EVENTS] = 1
         return ring
 

@@ -23,6 +23,7 @@ from typing import Protocol
 from headwater.errors import CapacityError
 from headwater.locks import ForkSafeLock
 from headwater.stores.embedded.layout import MEMBERS_BYTES, NUM_SLOTS, PAGE, SLOT_BYTES
+from headwater.stores.private import allocate, open_private
 
 # Lock bytes lie far beyond the file's end, where no data ever is.
 _WRITE_LOCK, _CREATE_LOCK, _SLOT_LOCK = 1 << 40, (1 << 40) + 1, (1 << 40) + 4096
@@ -148,15 +149,14 @@ class SharedMembers:
     """A store that many processes of this host see, through one file."""
 
     def __init__(self, path: str, group: int) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_private(path, os.O_RDWR | os.O_CREAT)
         self._slot = -1
         self._stuck = False
         self._thread_lock = ForkSafeLock()
         self._mutex = ForkSafeLock()
         self.group = group
         try:
-            # Storage for all of it: touching a hole of a full tmpfs, even to read it, is a SIGBUS.
-            os.posix_fallocate(self._fd, 0, MEMBERS_BYTES)
+            allocate(self._fd, MEMBERS_BYTES)
             self._map = mmap.mmap(self._fd, MEMBERS_BYTES)
         except OSError:
             os.close(self._fd)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from headwater.errors import BackendError, StorePermissionError, UrlError
 from headwater.locks import ForkSafeLock
+from headwater.redaction import show_value
 from headwater.stores.base import Status
 from headwater.stores.remote.base import (
     LOG_ENTRIES,
@@ -340,11 +341,15 @@ def _secret(url: StoreUrl) -> str:
         with open(path, encoding="utf-8") as file:
             return file.read(4096).strip()
     except (OSError, UnicodeError) as error:
-        raise UrlError(f"{url}: the password file {path!r} cannot be read ({type(error).__name__})") from error
+        raise UrlError(
+            f"{url}: the password file {show_value(path)!r} cannot be read ({type(error).__name__})"
+        ) from error
 
 
 def _tls_context(url: StoreUrl) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=url.options.get("ca"))
     except OSError as error:
-        raise UrlError(f"{url}: the certificates in ca={url.options.get('ca')!r} cannot be read") from error
+        raise UrlError(
+            f"{url}: the certificates in ca={show_value(url.options.get('ca', ''))!r} cannot be read"
+        ) from error

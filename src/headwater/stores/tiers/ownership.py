@@ -11,6 +11,8 @@ import fcntl
 import os
 import struct
 
+from headwater.stores.private import open_private
+
 _FLOCK = struct.Struct("hhqqi")
 _POSITION = struct.Struct("<Q")
 _MARKS_AT = 16
@@ -23,7 +25,7 @@ class Ownership:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_private(path, os.O_RDWR | os.O_CREAT)
         self.held = False
 
     def take(self) -> bool:
@@ -59,7 +61,7 @@ class Ownership:
 
     def after_fork(self) -> None:
         """In a forked child: a description of its own, without the parent's lock."""
-        old, self._fd = self._fd, os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        old, self._fd = self._fd, open_private(self._path, os.O_RDWR | os.O_CREAT)
         os.close(old)
         self.held = False
 
