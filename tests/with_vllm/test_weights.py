@@ -196,6 +196,21 @@ def test_ignored_files_count_only_if_they_are_loaded(hub: Path, tmp_path: Path) 
     assert name_weights(rest, OPTIONS) != safe
 
 
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "modeling_tiny.py"])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_config_that_is_replaced_or_added_while_the_server_starts(tmp_path: Path, name: str, is_new: bool) -> None:
+    """They count in the identity, as they are when it is made; vLLM has read them before."""
+    model = write(tmp_path / "model", model_DOT_safetensors=b"weights", config_DOT_json=b"{}")
+    if not is_new:
+        (model / name).write_bytes(b"{ }")
+    config = started(config_of(model))
+    assert name_weights(config, OPTIONS).startswith("sha256:")
+    (model / "new").write_bytes(b"{  }")
+    (model / "new").rename(model / name)
+    with pytest.raises(DeclinedError, match=name):
+        name_weights(config, OPTIONS)
+
+
 def test_what_only_the_hub_knows_is_declined(hub: Path) -> None:
     put(hub / "models--acme--tiny" / "snapshots" / COMMIT, "consolidated.safetensors", b"official")
     with pytest.raises(DeclinedError, match="two sets of weights"):

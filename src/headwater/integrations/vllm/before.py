@@ -18,6 +18,7 @@ from typing import Any
 
 from headwater.errors import HeadwaterError, WeightsChangedError
 from headwater.integrations.vllm.declined import DeclinedError
+from headwater.kv.checkpoint import check_unchanged
 from headwater.kv.files import FileState, last_change
 
 _ATTRIBUTE = "_headwater_files"
@@ -58,14 +59,18 @@ def check_before(states: Sequence[FileState], config: Any) -> None:
 
     What remains: a clock that was set forward since the start by as much as the files are younger.
     """
-    commit = str(getattr(config.model_config.revision, "commit_hash", None) or config.model_config.revision)
-    uncertain = [state for state in states if not _is_pinned(state, commit)]
-    where, changed_ns = last_change(uncertain)
+    where, changed_ns = last_change(_uncertain(states, config))
     if where and changed_ns >= server_start_ns(config) - START_MARGIN_NS:
         raise WeightsChangedError(
             f"{where!r} was changed after the server started, or shortly before, so the weights that run may be "
             "others; restart to use the pool"
         )
+
+
+def check_after(before: Sequence[FileState], states: Sequence[FileState], config: Any) -> None:
+    """Raise WeightsChangedError for a file that is not what it was before, or came to be meanwhile: a config that vLLM
+    did not read would count, or one that it read would not."""
+    check_unchanged(before, _uncertain(states, config))
 
 
 def server_start_ns(config: Any) -> int:
@@ -91,6 +96,11 @@ def _machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         return "unknown"
+
+
+def _uncertain(states: Sequence[FileState], config: Any) -> list[FileState]:
+    commit = str(getattr(config.model_config.revision, "commit_hash", None) or config.model_config.revision)
+    return [state for state in states if not _is_pinned(state, commit)]
 
 
 def _is_pinned(state: FileState, commit: str) -> bool:

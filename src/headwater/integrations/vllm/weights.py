@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headwater.errors import HeadwaterError
-from headwater.integrations.vllm.before import check_before, noted
+from headwater.integrations.vllm.before import check_after, check_before, noted
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.options import Options
 from headwater.kv.checkpoint import digest_checkpoint
@@ -29,9 +29,9 @@ class LoadedFiles(NamedTuple):
     names: list[str]
 
     def states(self) -> tuple[FileState, ...]:
-        """As they are now, with the config. Raises IdentityError."""
-        config = ["config.json"] if (self.folder / "config.json").exists() else []
-        return take_states(NamedFile(name, self.folder / name) for name in (*self.names, *config))
+        """As they are now, with every config and every piece of code beside them. Raises IdentityError."""
+        beside = {path.name for kind in ("*.json", "*.py") for path in self.folder.glob(kind) if path.stat().st_size}
+        return take_states(NamedFile(name, self.folder / name) for name in {*self.names, *beside})
 
 
 def name_weights(config: Any, options: Options) -> str:
@@ -49,7 +49,9 @@ def name_weights(config: Any, options: Options) -> str:
         if before is None:
             before = loaded.states()
             check_before(before, config)
-        return digest_checkpoint(loaded.folder, files=loaded.names, before=before, sample=options.sample_weights)
+        name = digest_checkpoint(loaded.folder, files=loaded.names, before=before, sample=options.sample_weights)
+        check_after(before, loaded.states(), config)
+        return name
     except HeadwaterError as error:
         raise DeclinedError(f"the weights cannot be named: {error}") from error
 
