@@ -101,10 +101,11 @@ def test_a_request_that_takes_long_is_not_cut_off_by_the_clock_for_headers(hasty
         assert b" 200 OK" in answer(sock)
 
 
-def test_connections_without_a_request_make_room_for_others(start: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("part", [b"GET / HTTP/1.1\r\n", request({"prompt": "x"})[:-1]], ids=["head", "body"])
+def test_connections_without_a_whole_request_make_room_for_others(start: Callable[..., Server], part: bytes) -> None:
     server = start(max_connections=4, header_timeout_s=60.0)
     with ExitStack() as stack:
-        idle = [stack.enter_context(server.connect(b"GET / HTTP/1.1\r\n")) for _ in range(20)]
+        idle = [stack.enter_context(server.connect(part)) for _ in range(20)]
         assert server.chat("say:hi").status_code == 200
         wait_until(lambda: sum(map(is_closed, idle)) >= 16)
 
