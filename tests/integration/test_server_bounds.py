@@ -18,7 +18,7 @@ pytest.importorskip("msgspec")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from fake_server import Server, answer, chat_body, request, wait_until
+from fake_server import LONG, Server, answer, chat_body, request, wait_until
 
 SOON_S = 15.0
 MIB = 1 << 20
@@ -152,8 +152,15 @@ def test_unfinished_bodies_are_bounded_in_sum_and_short_requests_get_through(sta
         assert len(refused) >= 10
         assert all(b" 503 " in said and b"server_busy" in said for said in refused)
     assert memory_bytes(server.process.pid) - before < 160 * MIB
-    # All room is back when the clients have left.
+    # All room is back when the clients have left, and again after each request that fails, or runs.
     wait_until(lambda: server.http.post("/v1/completions", json={"prompt": "x" * (15 * MIB)}).status_code == 400)
+    for _ in range(5):
+        assert server.http.post("/v1/completions", json={"prompt": "x" * (15 * MIB)}).status_code == 400
+    with ExitStack() as stack:
+        fields = {"prompt": "slow", "user": "y" * (15 * MIB), "stream": True, "max_tokens": LONG}
+        for _ in range(5):
+            running = stack.enter_context(server.http.stream("POST", "/v1/completions", json=fields))
+            assert running.status_code == 200
 
 
 # Errors
@@ -213,7 +220,7 @@ def test_health_tells_a_process_that_is_stopped_until_it_goes_on(start: Callable
 
 
 def test_a_long_step_is_no_hang(start: Callable[..., Server]) -> None:
-    server = start(engine_timeout_s=2.0)
+    server = start(engine_timeout_s=2.5)
     with server.connect(request(chat_body("toil", max_tokens=1), path="/v1/chat/completions")) as sock:
         sock.setblocking(False)
         begin_s, oldest_s = time.monotonic(), 0.0
@@ -225,5 +232,5 @@ def test_a_long_step_is_no_hang(start: Callable[..., Server]) -> None:
                 break
             except BlockingIOError:
                 pass
-    assert time.monotonic() - begin_s > 2 * 2.0, "the step took far longer than a hang may"
-    assert oldest_s < 2
+    assert time.monotonic() - begin_s > 2 * 2.5, "the step took far longer than a hang may"
+    assert oldest_s < 2.5
