@@ -30,7 +30,7 @@ EOS = 256
 VOCAB_SIZE = 300
 MAX_MODEL_LEN = 20_000
 NUM_PAGES = 1000
-TOIL_S = 5.0
+TOIL_S = 6.0
 
 
 class ByteTokenizer:

@@ -18,7 +18,7 @@ pytest.importorskip("msgspec")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from fake_server import Server, answer, chat_body, request, wait_until
+from fake_server import LONG, Server, answer, chat_body, request, wait_until
 
 SOON_S = 15.0
 MIB = 1 << 20
@@ -101,10 +101,11 @@ def test_a_request_that_takes_long_is_not_cut_off_by_the_clock_for_headers(hasty
         assert b" 200 OK" in answer(sock)
 
 
-def test_connections_without_a_request_make_room_for_others(start: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("part", [b"GET / HTTP/1.1\r\n", request({"prompt": "x"})[:-1]], ids=["head", "body"])
+def test_connections_without_a_whole_request_make_room_for_others(start: Callable[..., Server], part: bytes) -> None:
     server = start(max_connections=4, header_timeout_s=60.0)
     with ExitStack() as stack:
-        idle = [stack.enter_context(server.connect(b"GET / HTTP/1.1\r\n")) for _ in range(20)]
+        idle = [stack.enter_context(server.connect(part)) for _ in range(20)]
         assert server.chat("say:hi").status_code == 200
         wait_until(lambda: sum(map(is_closed, idle)) >= 16)
 
@@ -151,8 +152,15 @@ def test_unfinished_bodies_are_bounded_in_sum_and_short_requests_get_through(sta
         assert len(refused) >= 10
         assert all(b" 503 " in said and b"server_busy" in said for said in refused)
     assert memory_bytes(server.process.pid) - before < 160 * MIB
-    # All room is back when the clients have left.
+    # All room is back when the clients have left, and again after each request that fails, or runs.
     wait_until(lambda: server.http.post("/v1/completions", json={"prompt": "x" * (15 * MIB)}).status_code == 400)
+    for _ in range(5):
+        assert server.http.post("/v1/completions", json={"prompt": "x" * (15 * MIB)}).status_code == 400
+    with ExitStack() as stack:
+        fields = {"prompt": "slow", "user": "y" * (15 * MIB), "stream": True, "max_tokens": LONG}
+        for _ in range(5):
+            running = stack.enter_context(server.http.stream("POST", "/v1/completions", json=fields))
+            assert running.status_code == 200
 
 
 # Errors
@@ -212,7 +220,7 @@ def test_health_tells_a_process_that_is_stopped_until_it_goes_on(start: Callable
 
 
 def test_a_long_step_is_no_hang(start: Callable[..., Server]) -> None:
-    server = start(engine_timeout_s=2.0)
+    server = start(engine_timeout_s=2.5)
     with server.connect(request(chat_body("toil", max_tokens=1), path="/v1/chat/completions")) as sock:
         sock.setblocking(False)
         begin_s, oldest_s = time.monotonic(), 0.0
@@ -224,5 +232,5 @@ def test_a_long_step_is_no_hang(start: Callable[..., Server]) -> None:
                 break
             except BlockingIOError:
                 pass
-    assert time.monotonic() - begin_s > 2 * 2.0, "the step took far longer than a hang may"
-    assert oldest_s < 2
+    assert time.monotonic() - begin_s > 2 * 2.5, "the step took far longer than a hang may"
+    assert oldest_s < 2.5

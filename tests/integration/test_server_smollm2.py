@@ -199,7 +199,7 @@ def test_curl(url: str) -> None:
         pytest.skip("no curl")
     body = json.dumps({"messages": FRANCE, "temperature": 0, "max_tokens": 30})
     done = subprocess.run(
-        ["curl", "-s", f"{url}/v1/chat/completions", "-d", body],
+        ["curl", "-s", f"{url}/v1/chat/completions", "-H", "content-type: application/json", "-d", body],
         capture_output=True,
         text=True,
         check=True,

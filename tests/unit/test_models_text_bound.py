@@ -8,7 +8,7 @@ import unicodedata
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers")
@@ -62,6 +62,11 @@ texts = st.lists(st.tuples(pieces, st.integers(1, 300)), max_size=6).map(lambda 
 
 @pytest.mark.parametrize("name", BOUNDED)
 @given(text=texts | st.text())
+@example(text="\x00\x01\x02" * 5000)
+@example(text="#" * 8000)
+@example(text=" " * 8000)
+@example(text="𝟎" * 2000)
+@example(text="각" * 2000)
 def test_no_text_has_more_bytes_than_its_tokens_may_stand_for(name: str, text: str) -> None:
     tokenizer = BOUNDED[name]
     bound = text_bound(json.loads(tokenizer.to_str()))

@@ -143,6 +143,7 @@ class Rig:
         await self.app(scope, receive, send)
 
     def close(self) -> None:
+        self.generator.close()
         for task in (self.client._reading, self.client._watching):
             task.cancel()
 

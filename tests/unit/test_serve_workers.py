@@ -112,13 +112,18 @@ def test_work_whose_client_left_is_dropped(gate: threading.Event) -> None:
             yield Piece.LONG
             seen.append(f"{name} again")
 
-        first = asyncio.create_task(workers.run(blocked(gate, begun, Piece.LONG)))
+        def left_in_the_middle() -> Job[None]:
+            yield from blocked(gate, begun, Piece.LONG)
+            yield Piece.LONG
+            seen.append("left in the middle")
+
+        first = asyncio.create_task(workers.run(left_in_the_middle()))
         await until(lambda: bool(begun))
         waiting = asyncio.create_task(workers.run(job("left")))
         staying = asyncio.create_task(workers.run(job("stays")))
         await until(lambda: workers.num_jobs == 3)
         waiting.cancel()
-        first.cancel()  # in the middle of its piece
+        first.cancel()
         await until(lambda: workers.num_jobs == 1)
         gate.set()
         await staying

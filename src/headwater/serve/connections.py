@@ -9,6 +9,7 @@ import asyncio
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import h11
@@ -29,7 +30,7 @@ FREE_BODY_BYTES = 1 << 16
 
 
 class Connections:
-    """The connections of one server. When there are too many, those without a request make room first."""
+    """The connections of one server. When there are too many, those without a whole request make room."""
 
     def __init__(self, max_connections: int, header_timeout_s: float) -> None:
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -45,13 +46,16 @@ class Connections:
         return len(self._open)
 
     def enter(self, protocol: WatchedProtocol) -> bool:
-        """Let a connection in, if need be in place of the oldest one that has no request. False: there is none."""
+        """Let a connection in, if need be in place of the oldest one without a request, or else of the oldest one that
+        is still sending its body. False: there is none."""
         if len(self._open) >= self._max_connections:
-            idle = next((other for other in self._open if not other.has_request), None)
-            if idle is None:
+            idle = (other for other in self._open if not other.has_request)
+            sending = (other for other in self._open if other.cycle.more_body)
+            victim = next(chain(idle, sending), None)
+            if victim is None:
                 return False
-            self.leave(idle)
-            idle.transport.abort()
+            self.leave(victim)
+            victim.transport.abort()
         self._open[protocol] = None
         return True
 
