@@ -25,7 +25,7 @@ _LOOK_EVERY_S = 0.02
 
 
 class Exported(NamedTuple):
-    """A complete chunk as it is stored. The tiles are not verified: whoever copies them carries the checksums along."""
+    """A complete chunk as it is stored. Tiles with checksums are not verified: whoever copies them takes both along."""
 
     root: RootRef
     chunk: ChunkRef
@@ -37,6 +37,10 @@ class Exported(NamedTuple):
     """Whether anybody has a lease on this very chunk, or it is pinned."""
     encoding: int = RAW
     """Of the tiles."""
+    record_id: int = 0
+    """Which copy of the chunk it is."""
+    is_fetched: bool = False
+    """Whether it came from a lower tier: then nobody may have verified it yet."""
 
     def release(self) -> None:
         """The copy has ended. Idempotent."""
@@ -116,7 +120,8 @@ class Exporter:
             return None
         if found.exportable and in_place:
             tiles, encoding = extent_tiles(self._core, spec, found.entry), found.entry.record.encoding
-            return Exported(root, chunk, tiles, np.array(found.sums, np.uint64), lease, is_held, encoding)
+            sums, record = np.array(found.sums, np.uint64), found.entry.record
+            return Exported(root, chunk, tiles, sums, lease, is_held, encoding, record.id, record.is_exclusive)
         tiles = np.empty(shard.local_shape(spec, chunk.first_token, chunk.num_tokens), np.uint8)
         try:
             status = self._reader.read(root, [Piece(chunk, shard, tiles)], deadline)[0]

@@ -318,6 +318,12 @@ class EmbeddedStore:
         with self._open():
             return self._exporter.export(key, self._deadline(deadline_s), in_place=in_place)
 
+    def has_copy(self, key: bytes, record_id: int) -> bool:
+        """Whether this very copy of a chunk, which was exported, can still be found."""
+        with self._open() as core:
+            entry = core.index.find(key)
+            return entry is not None and entry.state == COMPLETE and entry.record.id == record_id
+
     def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
         """See `stores.base.Source.splits`."""
         with self._open():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from headwater.kv.encoding import RAW, stored_tile_bytes
 from headwater.kv.format import checksum, gather_part, part_rows
@@ -93,3 +94,8 @@ def tile_sums(tiles: Tiles) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     """Checksums of whole tiles in [layer][head] order."""
     sums: Sequence[int] = [checksum(tiles[i, j]) for i in range(tiles.shape[0]) for j in range(tiles.shape[1])]
     return np.array(sums, np.uint64)
+
+
+def is_right(tiles: Tiles, sums: npt.NDArray[np.uint64] | None) -> bool:
+    """Whether whole tiles are what their checksums say, if there are any."""
+    return sums is None or np.array_equal(tile_sums(tiles), sums.reshape(-1))

@@ -21,7 +21,7 @@ from headwater.stores.remote.base import NewManifest, NewObject, ObjectClient
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import GENERATION_BYTES, Manifest, Names
 from headwater.stores.remote.memory import Memory
-from headwater.stores.remote.plan import layers_per_piece, tile_sums
+from headwater.stores.remote.plan import is_right, layers_per_piece, tile_sums
 
 
 class WholeChunk(NamedTuple):
@@ -35,6 +35,8 @@ class WholeChunk(NamedTuple):
     """Whether an engine holds it, by a lease or a pin."""
     encoding: int = RAW
     """Of the tiles; `sums` are over the bytes as they are here."""
+    is_doubtful: bool = False
+    """Whether tiles are to be compared with `sums`."""
 
 
 class _Hashing:
@@ -79,7 +81,7 @@ class RemoteWriter:
 
     def store(self, chunks: Sequence[WholeChunk], deadline: float, *, ask: bool = True) -> list[Status]:
         """Store complete chunks, unless they are there, which need not be asked if it just was. TIMEOUT where the
-        backend was too slow, BUSY where it could not be used, DAMAGED where tiles do not fit their checksums.
+        backend was too slow, BUSY where it could not be used, DAMAGED where doubtful tiles did not verify.
 
         Never tried twice here: whoever has a queue tries again when the breaker is closed.
         """
@@ -123,14 +125,14 @@ class RemoteWriter:
     def _write(
         self, chunks: Sequence[WholeChunk], manifests: dict[int, Manifest], statuses: list[Status], deadline: float
     ) -> None:
-        """All pieces, in one call. Tiles that came with checksums are verified after they were sent, where they lie: a
-        bit that flips before they are on their way is then seen, and their manifest is not published."""
+        """All pieces, in one call. Doubtful tiles are verified after they were sent, where they lie: a bit that flips
+        before they are on their way is then seen, and their manifest is not published."""
         objects = [self._objects(chunks[i], manifest) for i, manifest in manifests.items()]
         with _Hashing([(manifest, chunks[i]) for i, manifest in manifests.items()]):  # while bytes are on their way
             outcome = iter(self._client.write([item for items in objects for item in items], deadline))
         for i, items in zip(manifests, objects, strict=True):
             statuses[i] = max([next(outcome) for _ in items])
-            if statuses[i] == Status.OK and not _is_right(chunks[i]):
+            if statuses[i] == Status.OK and chunks[i].is_doubtful and not is_right(chunks[i].tiles, chunks[i].sums):
                 statuses[i] = Status.DAMAGED
 
     def forget_descriptions(self) -> None:
@@ -157,10 +159,6 @@ class RemoteWriter:
         tails = self._names.tails(manifest.parent) if is_tail else None
         name = self._names.manifest(manifest.key)
         return NewManifest(name, manifest.encode(), tails, manifest.num_tokens, is_held, entry)
-
-
-def _is_right(item: WholeChunk) -> bool:
-    return item.sums is None or np.array_equal(tile_sums(item.tiles), item.sums.reshape(-1))
 
 
 def _description(root: RootRef) -> bytes:

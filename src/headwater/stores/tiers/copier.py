@@ -24,6 +24,7 @@ from headwater.stores.base import Piece, Status
 from headwater.stores.embedded.export import Exported
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.events import EventKind, Follower
+from headwater.stores.remote.plan import is_right
 from headwater.stores.tiers.lower import LowerTier, recheck
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
 from headwater.stores.workers import in_lanes
@@ -292,15 +293,24 @@ class Copier:
         return not any(status in (Status.TIMEOUT, Status.BUSY) for status in statuses)
 
     def _put_verified(self, tier: LowerTier, batch: Sequence[Exported]) -> list[Status]:
-        """Copy chunks. Those that do not verify, because a bit has flipped or a fetch brought them so, are removed from
-        the first tier, and from others that have the same damage; the slower one has not got them."""
+        """Copy chunks, and see that damage does not stay where it has spread. A fetched chunk that does not verify is
+        not stored by the tier, and removed from the first one here."""
         statuses = tier.put(batch)
         for item, status in zip(batch, statuses, strict=True):
             if status == Status.DAMAGED:
                 shard, scratch = whole_shard(item.root.space.spec), np.empty_like(item.tiles)
                 self._front.judge(item.root, Piece(item.chunk, shard, scratch), _EXPORT_DEADLINE_S)
                 recheck(self._tiers, item.root, item.chunk, _EXPORT_DEADLINE_S)
+            elif status == Status.OK and self._is_suspect(item):
+                recheck(self._tiers, item.root, item.chunk, _EXPORT_DEADLINE_S)
         return statuses
+
+    def _is_suspect(self, item: Exported) -> bool:
+        """Whether a chunk was damaged while it was copied in place. It is verified only if it has left the first tier
+        meanwhile: whoever found the damage there has looked for other copies, perhaps before this one could be seen."""
+        if item.sums is None or item.is_fetched or self._front.has_copy(item.chunk.key, item.record_id):
+            return False
+        return not is_right(item.tiles, item.sums)
 
     def _put_chain(self, tier: LowerTier, item: Exported) -> None:
         """Copy a chunk after those before it, which the tier lacks: it may have evicted them."""

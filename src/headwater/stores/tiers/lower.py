@@ -171,7 +171,7 @@ class RemoteTier:
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:
         """See `LowerTier`."""
-        whole = [WholeChunk(c.root, c.chunk, c.tiles, c.sums, c.is_held, c.encoding) for c in chunks]
+        whole = [WholeChunk(c.root, c.chunk, c.tiles, c.sums, c.is_held, c.encoding, c.is_fetched) for c in chunks]
         statuses = self.store.store(whole, time.monotonic() + _PUT_DEADLINE_S, ask=False)
         _tally(self.counts, chunks, statuses)
         return statuses

@@ -154,6 +154,7 @@ class TieredStore:
         end = time.monotonic() + (_DEADLINE_S if deadline_s is None else deadline_s)
         statuses = self._front.read(root, pieces, deadline_s)
         self._tally(self._counts, pieces, statuses)
+        self._recheck(root, [piece.chunk for piece in pieces], statuses)
         for tier in self._tiers:
             absent = [i for i, status in enumerate(statuses) if status in (Status.MISS, Status.DAMAGED)]
             if not absent or time.monotonic() >= end:
@@ -167,12 +168,17 @@ class TieredStore:
         return statuses
 
     def judge(self, root: RootRef, piece: Piece, deadline_s: float | None = None) -> Status:
-        """See `stores.base.Store.judge`. The same damage may be where the chunk was fetched from: that is looked at in
-        the background, because nobody may wait for a lower tier here."""
+        """See `stores.base.Store.judge`. The same damage may be where the chunk was fetched from, or copied to."""
         status = self._front.judge(root, piece, deadline_s)
-        if status == Status.DAMAGED:
-            self._fetcher.recheck(root, piece.chunk)
+        self._recheck(root, [piece.chunk], [status])
         return status
+
+    def _recheck(self, root: RootRef, chunks: Sequence[ChunkRef], statuses: Sequence[Status]) -> None:
+        """Have chunks that were damaged in the first tier looked at in the others, in the background."""
+        if Status.DAMAGED in statuses:
+            for chunk, status in zip(chunks, statuses, strict=True):
+                if status == Status.DAMAGED:
+                    self._fetcher.recheck(root, chunk)
 
     def read_shard(
         self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard, tiles: Tiles, deadline_s: float | None = None
@@ -180,6 +186,7 @@ class TieredStore:
         """See `stores.base.Store.read_shard`."""
         end = time.monotonic() + (_DEADLINE_S if deadline_s is None else deadline_s)
         statuses = self._front.read_shard(root, chunks, shard, tiles, deadline_s)
+        self._recheck(root, chunks, statuses)
         absent = [i for i, status in enumerate(statuses) if status in (Status.MISS, Status.DAMAGED)]
         size = tiles[0].nbytes if len(tiles) else 0
         good = statuses.count(Status.OK)
