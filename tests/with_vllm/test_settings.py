@@ -129,6 +129,15 @@ def test_the_length_counts_where_a_rope_type_reads_it(qwen3: Path, tmp_path: Pat
     assert name(engine(long, max_model_len=256)) != name(engine(long, max_model_len=512))
 
 
+def test_a_length_past_the_end_of_vllms_rope_table_is_declined(qwen3: Path, tmp_path: Path) -> None:
+    """vLLM computes with what lies behind the table: other numbers in each process."""
+    yarn = THETA | {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+    path = changed(qwen3, tmp_path / "yarn", rope_parameters=yarn)
+    name(engine(path, max_model_len=256))
+    with pytest.raises(DeclinedError, match="rope table ends at 256"):
+        name(engine(path, max_model_len=257))
+
+
 def test_quantization_files_beside_the_weights_count(moe: Path, tmp_path: Path) -> None:
     path = changed(moe, tmp_path / "model")
     before = name(engine(path))
