@@ -54,7 +54,7 @@ test-fleet: $(STAMP) redis-server mooncake  ## Redis and Mooncake killed, stalle
 test-vllm: $(VLLM_STAMP)  ## the whole matrix in real vLLM (half an hour or so)
 	$(VLLM_BIN)/python -m pytest -v tests/with_vllm
 
-test-identity: $(VLLM_STAMP)  ## change every field of every configuration: none gives other numbers under the same name (40 minutes or so)
+test-identity: $(VLLM_STAMP)  ## change every field of every configuration: none gives other numbers under the same name (20 minutes or so)
 	HEADWATER_ALL_FIELDS=1 $(VLLM_BIN)/python -m pytest -v -s tests/with_vllm/test_identity_search.py
 	$(VLLM_BIN)/python -m pytest -v tests/with_vllm/test_settings.py tests/with_vllm/test_identity_tokens.py
 

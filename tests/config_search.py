@@ -127,7 +127,9 @@ FAMILIES: dict[str, SearchFamily] = {
             "deepseek_v3",
             "deepseek_v3",
             ("deepseek_v2.py",),
-            LATENT | {"n_group": 2, "topk_group": 1, "rope_parameters": DEEPSEEK_ROPE},
+            LATENT
+            | {"n_group": 2, "topk_group": 1, "rope_parameters": DEEPSEEK_ROPE}
+            | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         ),
         SearchFamily("gemma2", "gemma2", ("gemma2.py",), {"sliding_window": 24, "query_pre_attn_scalar": 32}),
         SearchFamily("gemma3", "gemma3_text", ("gemma3.py",), {"sliding_window": 24, "query_pre_attn_scalar": 32}),

@@ -20,7 +20,7 @@ from headwater.models.checkpoint import open_checkpoint
 from headwater.models.config_keys import HARMLESS
 
 OPTIONS = read_options({}, "kv_both")
-WEIGHTS = f"xxh3-128:{0:032x}"
+WEIGHTS = f"sha256:{0:064x}"
 THETA = {"rope_theta": 10000.0}
 DYNAMIC = THETA | {"rope_type": "dynamic", "factor": 2.0}
 
@@ -127,6 +127,15 @@ def test_the_length_counts_where_a_rope_type_reads_it(qwen3: Path, tmp_path: Pat
     factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 256}
     long = changed(qwen3, tmp_path / "long", rope_parameters=THETA | factors | {"rope_type": "longrope", "factor": 16})
     assert name(engine(long, max_model_len=256)) != name(engine(long, max_model_len=512))
+
+
+def test_a_length_past_the_end_of_vllms_rope_table_is_declined(qwen3: Path, tmp_path: Path) -> None:
+    """vLLM computes with what lies behind the table: other numbers in each process."""
+    yarn = THETA | {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+    path = changed(qwen3, tmp_path / "yarn", rope_parameters=yarn)
+    name(engine(path, max_model_len=256))
+    with pytest.raises(DeclinedError, match="rope table ends at 256"):
+        name(engine(path, max_model_len=257))
 
 
 def test_quantization_files_beside_the_weights_count(moe: Path, tmp_path: Path) -> None:

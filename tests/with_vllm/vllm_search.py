@@ -45,7 +45,7 @@ NUM_GREEDY = 8
 TOLERANCE = 1e-4
 """Of the largest logit. Rounding of float32 stays three orders below."""
 OPTIONS = read_options({}, "kv_both")
-WEIGHTS = f"xxh3-128:{0:032x}"
+WEIGHTS = f"sha256:{0:064x}"
 
 
 def save_family(family: SearchFamily, folder: Path) -> None:
