@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 
 from headwater import Identity, KVSpec, Pool, Status, Topology, open_pool, whole_shard
 from headwater.cli import run
+from headwater.cli.app import app
 from headwater.cli.demo import run as demo_run
 from headwater.cli.demo.cache import SPEC, PagedCache
 from headwater.cli.demo.ranks import Rank, load, save
@@ -722,3 +724,20 @@ def test_a_pool_is_looked_at_as_it_is_whatever_sizes_the_url_asks_for(cli: Cli, 
         assert cli("pool", verb, f"{url}?{options}").code == 0
         with pytest.raises(SettingsMismatchError, match="the store exists with"):
             open_pool(f"{url}?{options}")
+
+
+@pytest.mark.parametrize("command", [(), ("serve",), ("generate",), ("pool",), ("pool", "ls"), ("bench", "vllm")])
+def test_help_names_every_option_whole_at_80_columns(
+    cli: Cli, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    shown = cli(*command, "--help").out
+    group: Any = typer.main.get_command(app)
+    for name in command:
+        group = group.commands[name]
+    seen = [parameter for parameter in group.params if not getattr(parameter, "hidden", False)]
+    names = [option for parameter in seen for option in (*parameter.opts, *parameter.secondary_opts)]
+    assert "--help" in shown
+    assert not [name for name in names if name.startswith("--") and name not in shown]
+    assert max(map(len, shown.splitlines())) <= 80

@@ -50,7 +50,7 @@ def test_the_same_in_shared_memory() -> None:
         with pytest.raises(StorePermissionError, match=r"its group .* may write to"):
             open_pool(f"shm:///{folder.name}?capacity=4MiB")
     finally:
-        folder.rmdir()
+        shutil.rmtree(folder)
 
 
 def test_an_access_list_that_lets_somebody_else_write(tmp_path: Path) -> None:

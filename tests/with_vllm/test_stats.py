@@ -231,7 +231,7 @@ def test_the_log_says_what_happened_in_short() -> None:
     (line,) = said
     parts = dict(part.rsplit("=", 1) for part in line.removeprefix("KV Transfer metrics: ").split(", "))
     assert parts["saved_bytes"] == str(4 * TRANSFER.saved_bytes)
-    assert parts[f"tier_hits[{AWAY.url}]"] == str(6 * AWAY.hits)
+    assert parts[f"tier_hits[{AWAY.name}]"] == str(6 * AWAY.hits)
     assert parts["store_fill"] == str(round(STORE.used_bytes / STORE.data_bytes, 3))
     assert float(parts["load_duration_seconds"]) == pytest.approx(0.151)
     assert not [name for name in parts if name.startswith("store_") and name != "store_fill"]
@@ -319,8 +319,8 @@ def test_several_threads_report_each_difference_once(tmp_path: Path) -> None:
         found.aggregate(HeadwaterStats(data=figures.take(host_wide=True)))
         store = pool.stats().store
     assert all(is_alone), "two threads may find the same difference"
-    assert found.data["headwater_tier_hits_total"] == {store.tiers[0].url: num_chunks, store.tiers[1].url: 0}
-    assert found.data["headwater_tier_stored_total"] == {tier.url: num_chunks for tier in store.tiers}
+    assert found.data["headwater_tier_hits_total"] == {store.tiers[0].name: num_chunks, store.tiers[1].name: 0}
+    assert found.data["headwater_tier_stored_total"] == {tier.name: num_chunks for tier in store.tiers}
     assert found.data["headwater_store_stored_total"] == {"": num_chunks}
     assert [*found.data["headwater_store_used_bytes"][""].values()] == [store.used_bytes]
 

@@ -68,16 +68,15 @@ def _usage_exit(error: Exception, args: Sequence[str]) -> int | None:
     """Show what is wrong with a command line, as Typer does but without passwords in it, and return the exit code; None
     for other exceptions."""
     import typer
-    from typer import rich_utils
 
     if isinstance(error, typer.Abort):
-        rich_utils.rich_abort_error()
+        print("Aborted.", file=sys.stderr, flush=True)
         return 1
     # The classes are Click's, or those of the copy that newer versions of Typer bring along.
     if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
         return None
     error.message = redact_words(getattr(error, "message", ""), args)  # type: ignore[attr-defined]
-    rich_utils.rich_format_error(error)  # type: ignore[arg-type]
+    error.show()  # type: ignore[attr-defined]
     return int(error.exit_code)
 
 

@@ -15,7 +15,8 @@ from headwater.cli.generate import generate
 from headwater.cli.pool import pool_app
 from headwater.cli.serve import serve
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+# Plain help: Rich's tables cut the names of options where a terminal has 80 columns.
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(serve)
 app.command()(generate)
 app.command()(chat)
