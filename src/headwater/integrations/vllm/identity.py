@@ -11,7 +11,7 @@ from headwater.errors import HeadwaterError
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.options import Options
 from headwater.integrations.vllm.settings import name_quantization, name_rope, name_settings
-from headwater.integrations.vllm.weights import local_path, server_name
+from headwater.integrations.vllm.weights import server_name
 from headwater.kv.checkpoint import checkpoint_label
 from headwater.kv.identity import Identity, canonical_rope, canonical_settings
 from headwater.kv.spec import KVSpec
@@ -30,7 +30,7 @@ def server_identity(config: Any, options: Options, weights: str) -> Identity:
             kv_dtype=dtype,
             quantization=name_quantization(model),
             rope=canonical_rope(name_rope(config)),
-            settings=canonical_settings(name_settings(config, local_path)),
+            settings=canonical_settings(name_settings(config)),
             epoch=options.epoch,
             label=checkpoint_label(model.model),
         )

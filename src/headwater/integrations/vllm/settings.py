@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from headwater.errors import ModelError
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.flags import counted_flags
+from headwater.integrations.vllm.weights import config_folder, local_path
 from headwater.models.config import FAMILIES, ModelConfig
 from headwater.models.config_hf import config_from_hf
 from headwater.models.config_keys import HARMLESS
 from headwater.models.fields import read_json
-
-LocalPath = Callable[[Any], Path]
-"""Where a model's files lie on this machine. Raises DeclinedError."""
 
 _WRITER = ("_name_or_path", "transformers_version")
 """Keys that say where a config lies and who wrote it, in any model."""
@@ -81,7 +78,7 @@ def name_rope(config: Any) -> Mapping[str, Any]:
     return rope
 
 
-def name_settings(config: Any, local_path: LocalPath) -> Mapping[str, Any]:
+def name_settings(config: Any) -> Mapping[str, Any]:
     """The other settings as the reference engine would name them, or a digest of everything that may count.
 
     Reads the model's JSON files. Raises DeclinedError where something that counts cannot be named.
@@ -95,8 +92,8 @@ def name_settings(config: Any, local_path: LocalPath) -> Mapping[str, Any]:
         "task": [str(getattr(model, "runner_type", "generate")), str(getattr(model, "convert_type", "none"))],
         "overrides": model.hf_overrides or {},
         "flags": counted_flags(config),
-        "files": _files(model, local_path),
-        "code": _remote_code(model, local_path),
+        "files": _files(model),
+        "code": _remote_code(model),
         "max_model_len": model.max_model_len if _reads_length(model) else None,
     }
     return {"config": _digest(whole, "configuration")}
@@ -141,17 +138,15 @@ def _as_reference(config: Any) -> ModelConfig | None:
     return known if model.architecture == FAMILIES[known.family].architecture else None
 
 
-def _files(model: Any, local_path: LocalPath) -> dict[str, str]:
+def _files(model: Any) -> dict[str, str]:
     """Digests of the JSON files beside the weights, and of those that `hf_config_path` names. A model that is one file
     has its config among the bytes of its weights."""
     found: dict[str, str] = {}
     path = local_path(model)
     if path.is_dir():
         found |= {f"model/{name}": digest for name, digest in _json_digests(model, path)}
-    given = getattr(model, "hf_config_path", None)
-    if given and given != model.model:
-        revision = getattr(model, "_hf_config_revision", None) or model.revision
-        other = local_path(SimpleNamespace(model=given, revision=revision))
+    other = config_folder(model)
+    if other is not None:
         found |= {f"config/{name}": digest for name, digest in _json_digests(model, other)}
     return found
 
@@ -172,7 +167,7 @@ def _json_digests(model: Any, directory: Path) -> Iterator[tuple[str, str]]:
             yield name, _file_digest(path)
 
 
-def _remote_code(model: Any, local_path: LocalPath) -> dict[str, str]:
+def _remote_code(model: Any) -> dict[str, str]:
     """Digests of the Python files beside the weights, where the config refers to any and vLLM may run them."""
     auto_map = getattr(model.hf_config, "auto_map", None)
     if not auto_map or not getattr(model, "trust_remote_code", False):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from headwater.errors import HeadwaterError
@@ -27,11 +28,16 @@ class LoadedFiles(NamedTuple):
 
     folder: Path
     names: list[str]
+    config_folder: Path | None = None
+    """Where the configs lie, if not beside the weights."""
 
     def states(self) -> tuple[FileState, ...]:
-        """As they are now, with every config and every piece of code beside them. Raises IdentityError."""
-        beside = {path.name for kind in ("*.json", "*.py") for path in self.folder.glob(kind) if path.stat().st_size}
-        return take_states(NamedFile(name, self.folder / name) for name in {*self.names, *beside})
+        """As they are now, with every config and every piece of code. Raises IdentityError."""
+        files = {NamedFile(name, self.folder / name) for name in self.names}
+        for prefix, folder in (("", self.folder), ("config/", self.config_folder)):
+            found = [path for kind in ("*.json", "*.py") for path in folder.glob(kind)] if folder else []
+            files |= {NamedFile(prefix + path.name, path) for path in found if path.stat().st_size}
+        return take_states(files)
 
 
 def name_weights(config: Any, options: Options) -> str:
@@ -64,7 +70,7 @@ def loaded_files(config: Any) -> LoadedFiles:
     if path.is_file():
         if load_format not in ("auto", "gguf") or path.suffix != ".gguf":
             raise DeclinedError(f"load format {load_format!r} of a single file is not known")
-        return LoadedFiles(path, [""])
+        return LoadedFiles(path, [""], config_folder(config.model_config))
     if load_format not in _BY_DEFAULT_LOADER + _BY_STREAMER:
         raise DeclinedError(f"load format {load_format!r} may load other weights than the checkpoint holds")
     is_remote = not os.path.exists(config.model_config.model)
@@ -84,7 +90,7 @@ def loaded_files(config: Any) -> LoadedFiles:
         prefix = "consolidated" if names[0].startswith("consolidated") else "model"
         index = f"{prefix}.safetensors.index.json"
         names += [index] * (path / index).is_file()
-    return LoadedFiles(path, names)
+    return LoadedFiles(path, names, config_folder(config.model_config))
 
 
 def check_sources(model: Any) -> None:
@@ -121,6 +127,15 @@ def local_path(model: Any, download_dir: str | None = None) -> Path:
         return Path(snapshot_download(model.model, **place, local_files_only=True))
     except Exception as error:
         raise DeclinedError(f"the files of {model.model!r} were not found on this machine: {error}") from error
+
+
+def config_folder(model: Any) -> Path | None:
+    """Where the configs lie that `hf_config_path` names; None where they lie beside the weights."""
+    given = getattr(model, "hf_config_path", None)
+    if not given or given == model.model:
+        return None
+    revision = getattr(model, "_hf_config_revision", None) or model.revision
+    return local_path(SimpleNamespace(model=given, revision=revision))
 
 
 def _chosen_files(load_config: Any, folder: str) -> list[str]:
