@@ -92,7 +92,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
             else:
                 path, vocab_size = save_random_checkpoint(name, tmp_path_factory.mktemp(name)), VOCAB
             model = load_transformers(path)
-            torch.set_num_threads(2 if name == "smollm2" else 1)  # small models only wait for their threads
+            torch.set_num_threads(1)  # small models, and large ones on a busy machine, only wait for their threads
             known[name] = path, [greedy_reference(model, prompt) for prompt in prompts(vocab_size)]
         return known[name]
 
@@ -174,7 +174,7 @@ def test_equal_to_transformers(row: Row, oracle: Oracle) -> None:
         max_batched_tokens=row["chunk"],
         overlap=row["overlap"],
         attention_backend=row["attention"],
-        num_threads=None if row["model"] == "smollm2" else 1,
+        num_threads=1,
     )
     config = replace(config, num_pages=num_pages(config, references, row))
     compared = Comparison()
