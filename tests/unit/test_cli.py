@@ -142,6 +142,13 @@ def test_python_m_headwater_cli() -> None:
     assert subprocess.run(command, env=env, capture_output=True, text=True, timeout=60).stdout == "headwater 0.1.0\n"
 
 
+@pytest.mark.parametrize("args", [(), ("pool",), ("bench",), ("config",)])
+def test_a_group_alone_says_what_it_can_do(cli: Cli, args: tuple[str, ...]) -> None:
+    alone, asked = cli(*args), cli(*args, "--help")
+    assert asked.out.split() == (alone.out + alone.err).split()
+    assert "***" not in asked.out
+
+
 @pytest.mark.parametrize("args", [("nonsense",), ("pool", "ls", "--nonsense"), ("pool", "ls", "--limit", "-1")])
 def test_wrong_usage_exits_2(cli: Cli, args: tuple[str, ...]) -> None:
     result = cli(*args)

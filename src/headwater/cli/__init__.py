@@ -75,7 +75,8 @@ def _usage_exit(error: Exception, args: Sequence[str]) -> int | None:
     # The classes are Click's, or those of the copy that newer versions of Typer bring along.
     if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
         return None
-    error.message = redact_words(getattr(error, "message", ""), args)  # type: ignore[attr-defined]
+    if type(error).__name__ != "NoArgsIsHelpError":  # that is the help of a group of commands, in columns
+        error.message = redact_words(getattr(error, "message", ""), args)  # type: ignore[attr-defined]
     error.show()  # type: ignore[attr-defined]
     return int(error.exit_code)
 

@@ -124,7 +124,7 @@ def serve(
 
         def on_ready(ready: Ready, model: str, url: str) -> None:
             bar.close()
-            _print_ready(ready, model, url, chosen.note, needs_key=api_key is not None)
+            _print_ready(ready, server, model, url, chosen.note)
 
         hooks = Hooks(
             on_progress=on_progress,
@@ -150,7 +150,7 @@ def _choose_pool(url: str | None, no_pool: bool, config: EngineConfig) -> PoolCh
     return choose_pool(num_ranks=config.tensor_parallel_size)
 
 
-def _print_ready(ready: Ready, model: str, url: str, pool: str, *, needs_key: bool) -> None:
+def _print_ready(ready: Ready, server: ServerConfig, model: str, url: str, pool: str) -> None:
     num_tokens = ready.num_pages * ready.page_size
     typer.echo(f"model    {one_line(model)}")
     typer.echo(f"runs on  {one_line(ready.placement)}")
@@ -159,8 +159,9 @@ def _print_ready(ready: Ready, model: str, url: str, pool: str, *, needs_key: bo
     typer.echo(f"pool     {one_line(f'none: {ready.pool_declined}' if ready.pool_declined else pool)}")
     typer.echo(f"context  {ready.max_model_len:,} tokens; up to {ready.max_num_seqs} sequences at a time")
     typer.echo(f"ready    {url}/v1  (Ctrl-C stops)\n")
-    key = ' -H "Authorization: Bearer $HEADWATER_API_KEY"' if needs_key else ""
-    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
-    typer.echo(
-        f"try: curl -s {url}/v1/chat/completions{key} -H 'content-type: application/json' -d {shlex.quote(body)}"
-    )
+    trusts = f" --cacert {shlex.quote(server.ssl_certfile)}" if server.ssl_certfile is not None else ""
+    key = ' -H "Authorization: Bearer $HEADWATER_API_KEY"' if server.api_key is not None else ""
+    salt = ', "cache_salt": "me"' if server.requires_cache_salt else ""
+    body = f'{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}], "temperature": 0{salt}}}'
+    json = "-H 'content-type: application/json'"
+    typer.echo(f"try: curl -sS{trusts} {url}/v1/chat/completions{key} {json} -d {shlex.quote(body)}")
