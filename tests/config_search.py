@@ -157,12 +157,12 @@ SPECIAL: dict[str, list[Any]] = {
 }
 """Values that a field could have which are not found by changing the one it has."""
 
-ABSENT: list[Any] = [True, 2, 0.5]
-"""What a field gets that the configuration does not have."""
+ABSENT: list[Any] = [True, 2, 0.5, None]
+"""What a field gets that the configuration does not have. Null is not the same as none: some code asks for the key."""
 
 
 def changes_of(value: Any) -> list[Any]:
-    """Other values of the same kind, and none at all."""
+    """Other values of the same kind, and null."""
     if value is None:
         return ABSENT
     if isinstance(value, bool):
@@ -237,8 +237,6 @@ def all_changes(family: SearchFamily, config: dict[str, Any], vllm_folder: Path)
         for name in sorted(place):
             short = name.removeprefix("rope.")
             values = [*SPECIAL.get(short, []), *changes_of(present.get(short))]
-            if short not in present:
-                values = [value for value in values if value is not None]
             if short.endswith(("_size", "_heads", "_layers")):
                 values = [value for value in values if value != 0]  # vLLM's kernels divide by them
             found += [Change(name, value) for value in values if value != present.get(short) or short not in present]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,45 @@ def test_shards_are_one_model(tiny: Path) -> None:
     assert torch.equal(run_tokens(load_model(tiny), TOKENS), expected)
     (tiny / "b.safetensors").unlink()
     with pytest.raises(ModelError, match=r"b\.safetensors"):
+        load_model(tiny)
+
+
+def test_a_shard_with_a_tensor_that_the_index_places_elsewhere_is_refused(tiny: Path) -> None:
+    """vLLM lets the last file win that holds a tensor, whatever the index says."""
+    weight_map = shard(tiny)
+    name = next(name for name, file in weight_map.items() if file == "a.safetensors")
+    held = load_file(tiny / "b.safetensors")
+    save_file(held | {name: torch.zeros(1)}, tiny / "b.safetensors")
+    with pytest.raises(ModelError, match=rf"{re.escape(name)} .*a\.safetensors.* b\.safetensors"):
+        load_model(tiny)
+
+
+def test_a_shard_with_a_tensor_that_the_index_omits_is_refused(tiny: Path) -> None:
+    """vLLM loads every tensor of a file that the index lists."""
+    weight_map = shard(tiny)
+    name = weight_map.popitem()[0]
+    (tiny / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError, match=rf"{re.escape(name)} nowhere, but b\.safetensors holds it"):
+        load_model(tiny)
+
+
+def test_a_file_that_the_index_does_not_list_is_left_alone(tiny: Path) -> None:
+    """As in vLLM, which filters the files by the index."""
+    expected = run_tokens(load_model(tiny), TOKENS)
+    weight_map = shard(tiny)
+    save_file({name: torch.zeros(1) for name in weight_map}, tiny / "c.safetensors")
+    assert torch.equal(run_tokens(load_model(tiny), TOKENS), expected)
+    assert "c.safetensors" not in open_checkpoint(tiny).weight_files()
+
+
+def test_a_header_that_names_a_tensor_twice_is_refused(tiny: Path) -> None:
+    file = tiny / "model.safetensors"
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    entry = json.dumps(json.loads(raw[8 : 8 + length])["model.norm.weight"])
+    header = raw[8 : 8 + length].rstrip()[:-1] + f', "model.norm.weight": {entry}}}'.encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + length :])
+    with pytest.raises(ModelError, match=r"'model\.norm\.weight' twice"):
         load_model(tiny)
 
 

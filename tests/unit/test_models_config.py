@@ -15,6 +15,7 @@ from headwater.errors import MemoryBudgetError, ModelError
 from headwater.models.config import ModelConfig
 from headwater.models.config_gguf import config_from_gguf
 from headwater.models.config_hf import config_from_hf
+from headwater.models.config_keys import NULL_IS_ABSENT, ROPE_KEYS
 from headwater.models.fields import MAX_JSON_BYTES, read_json
 from headwater.models.rope import RopeConfig
 
@@ -147,7 +148,7 @@ def test_families_differ_where_they_should() -> None:
         ({"eos_token_id": "2"}, "eos_token_id is '2'"),
         ({"eos_token_id": 5000}, "outside the vocabulary of 1000"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
-        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"vocab_size": None}, "null is the value of vocab_size"),
     ],
 )
 def test_what_cannot_be_run_is_refused(changes: dict[str, Any], what: str) -> None:
@@ -180,6 +181,37 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
 def test_a_key_that_is_not_known_is_refused_by_name(changes: dict[str, Any], what: str) -> None:
     with pytest.raises(ModelError, match=re.escape(what)):
         config_from_hf(LLAMA | changes)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+NULLS: list[tuple[dict[str, Any], str]] = [
+    *(({"rope_scaling": YARN | {key: None}}, f"rope_scaling.{key}") for key in sorted(ROPE_KEYS["yarn"])),
+    *(({"rope_parameters": {key: None}}, f"rope_parameters.{key}") for key in sorted(ROPE_KEYS["default"])),
+    ({"rope_parameters": {"rope_theta": 500000.0, "mrope_section": None}}, "rope_parameters.mrope_section"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": None}}, "rope_scaling.alpha"),
+    *(({key: None}, key) for key in ("rope_theta", "rms_norm_eps", "attention_bias", "mlp_bias", "num_experts")),
+    *(({key: None}, key) for key in ("original_max_position_embeddings", "partial_rotary_factor", "hidden_act")),
+    *(({key: None}, key) for key in ("tie_word_embeddings", "max_position_embeddings", "model_type")),
+    *(({key: None}, f"does not know {key}") for key in ("is_causal", "logit_scale", "qkv_bias", "a_new_key")),
+]
+
+
+@pytest.mark.parametrize(("changes", "what"), NULLS, ids=[what for _, what in NULLS])
+def test_null_is_not_the_same_as_absent(changes: dict[str, Any], what: str) -> None:
+    """vLLM asks for some keys whether they are there."""
+    with pytest.raises(ModelError, match=re.escape(what)):
+        config_from_hf(LLAMA | changes)
+
+
+@pytest.mark.parametrize("key", [*NULL_IS_ABSENT, "eos_token_id", "pad_token_id", "use_cache"])
+def test_null_is_absent_where_every_engine_takes_it_so(key: str) -> None:
+    base = {name: value for name, value in LLAMA.items() if name != key}
+    assert config_from_hf(base | {key: None}) == config_from_hf(base)
+
+
+def test_null_is_no_width_of_heads_where_the_family_has_one() -> None:
+    with pytest.raises(ModelError, match="null is the value of head_dim"):
+        config_from_hf(LLAMA | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": None})
 
 
 @pytest.mark.parametrize(
@@ -269,6 +301,9 @@ def test_a_sliding_window_in_use_is_refused() -> None:
     with pytest.raises(ModelError, match="sliding windows"):
         config_from_hf(QWEN | {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1})
     config_from_hf(QWEN | {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 2})
+    config_from_hf(QWEN | {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1})
+    with pytest.raises(ModelError, match="sliding windows"):
+        config_from_hf(QWEN | {"use_sliding_window": True, "max_window_layers": 1})
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b'{"a":' * 100_000])

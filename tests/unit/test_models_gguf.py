@@ -247,6 +247,11 @@ def test_damage_is_an_error_and_not_a_crash(
         (lambda raw: raw[:8] + struct.pack("<Q", 1 << 40) + raw[16:], "damaged or truncated"),
         (lambda raw: raw[:-1], "is truncated: .* ends at byte"),
         (lambda raw: raw[:100], "damaged or truncated"),
+        (
+            lambda raw: raw.replace(b"ggml.eos_token_id", b"ggml.bos_token_id"),
+            "names 'tokenizer.ggml.bos_token_id' twice",
+        ),
+        (lambda raw: raw.replace(b"blk.0.attn_k.weight", b"blk.0.attn_v.weight"), "damaged or truncated"),
         (lambda raw: b"", "not a GGUF file"),
     ],
 )

@@ -23,9 +23,10 @@ from config_search import FAMILIES
 
 RUNNER = Path(__file__).with_name("vllm_search.py")
 ALL_FIELDS = os.environ.get("HEADWATER_ALL_FIELDS") == "1"
-SAMPLED = ("llama, dynamic", "llama, biases", "qwen3", "deepseek_v2")
+SAMPLED = ("llama, dynamic", "llama, yarn", "llama, biases", "qwen3", "deepseek_v2")
 ONCE_WRONG = ("rope.max_trained_positions", "rope.alpha", "rope.rope_dim", "rope.use_fope", "bias", "qkv_bias")
 ONCE_WRONG += ("dual_chunk_attention_config", "sliding_window", "logit_scale", "is_causal")
+ONCE_WRONG += ("rope.truncate", "rope.mrope_section")
 NUM_SAMPLED = 25
 SILENCE_S = 300.0
 COLUMNS = ("fields", "changes", "failed", "declined", "numbers", "renamed", "both", "renamed only", "violations")

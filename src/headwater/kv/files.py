@@ -23,8 +23,9 @@ MAX_LINKS = 40
 KEEPS_TIMES = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "nfs", "nfs4", "ceph", "lustre"}
 )
-"""File systems that give a file another ctime whenever its bytes change. tmpfs and ramfs do not, for writes through a
-mapping, and an overlay does what its layers do, which a container cannot see; so these are not here."""
+"""File systems that give a file another ctime whenever its bytes change, with one exception: of writes through a shared
+mapping, only the first to each page since that page went to disk (`DigestCache.settle` sends it there). tmpfs and ramfs
+note none of those, and an overlay does what its layers do, which a container cannot see; so these are not here."""
 OWN_CLOCK = KEEPS_TIMES - {"nfs", "nfs4", "ceph", "lustre"} | {"overlay", "tmpfs", "ramfs"}
 """File systems whose times come from this machine's clock."""
 FOREIGN_CLOCK_NS = 900_000_000_000

@@ -100,7 +100,9 @@ def _refuse_what_cannot_run(fields: Fields, family: Family) -> None:
     if not isinstance(layer_types, list | tuple) or any(kind != "full_attention" for kind in layer_types):
         raise fields.wrong("layer_types", "full_attention everywhere: sliding windows are not supported")
     # Old configs of the family carry a window and say that it is off; `layer_types` is how newer ones say it.
-    if not layer_types and fields.flag("use_sliding_window", False) and "sliding_window" in fields:
+    # Without the key, transformers takes a window of 4096 tokens; null is none.
+    has_window = fields.values.get("sliding_window", 4096) is not None
+    if not layer_types and fields.flag("use_sliding_window", False) and has_window:
         first = fields.integer("max_window_layers", 0, MAX_LENGTH, default=0)
         if first < fields.integer("num_hidden_layers", 1, MAX_LAYERS):
             raise fields.wrong("use_sliding_window", "false: sliding windows are not supported")

@@ -83,6 +83,21 @@ ONLY_AT: dict[str, tuple[Any, ...]] = {
 }
 """Keys that change nothing at these values, for families that do not interpret them."""
 
+_NULL_FOR: dict[str, str] = {
+    "transformers puts the default of the family in its place": "num_key_value_heads layer_types head_dim",
+    "nothing is stretched": "rope_scaling rope_parameters",
+    "no window": "sliding_window",
+    "the class follows from model_type": "architectures",
+    "weights are run as they are stored, and the dtype that runs is part of the identity": "dtype torch_dtype",
+    "not quantised": "quantization_config",
+}
+NULL_IS_ABSENT: dict[str, str] = {key: why for why, keys in _NULL_FOR.items() for key in keys.split()}
+"""Keys for which null means the same as leaving them out, to this engine, `transformers` and vLLM; and what it means.
+Elsewhere vLLM may ask whether a key is there, or compute with none: `"truncate": null` is false to it, and true if
+left out."""
+_NULL_COUNTS = {"qwen3": frozenset({"head_dim"})}
+"""Exceptions, by family: without the key, its heads are 128 wide; with null, hidden_size / heads."""
+
 _EVERY_ROPE = "rope_type type rope_theta partial_rotary_factor"
 _STRETCHED = "factor original_max_position_embeddings"
 ROPE_KEYS: dict[str, frozenset[str]] = {
@@ -99,6 +114,12 @@ ROPE_KEYS: dict[str, frozenset[str]] = {
 
 def check_keys(config: Mapping[str, Any], family: str, source: str) -> None:
     """Raise ModelError, naming the keys, where a configuration says something that this engine does not know."""
+    nulls = sorted(_nulls(config, family))
+    if nulls:
+        raise ModelError(
+            f"{source}: null is the value of {', '.join(nulls)}, which engines read differently. Remove what the model "
+            "does not need, or run it in vLLM"
+        )
     unknown = sorted(_unknown_keys(config, family))
     if unknown:
         raise ModelError(
@@ -109,14 +130,26 @@ def check_keys(config: Mapping[str, Any], family: str, source: str) -> None:
 
 def _unknown_keys(config: Mapping[str, Any], family: str) -> Iterator[str]:
     for key, value in config.items():
-        if value is None or key in INTERPRETED[family] or key in HARMLESS:
+        if key in INTERPRETED[family] or key in HARMLESS or (value is None and key in NULL_IS_ABSENT):
             continue
         if not any(type(value) is type(harmless) and value == harmless for harmless in ONLY_AT.get(key, ())):
             yield str(key)
+    for name, rope in _rope_sections(config):
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        known = ROPE_KEYS.get(kind) if isinstance(kind, str) else None
+        if known is not None:  # `RopeConfig` refuses other kinds by name
+            yield from (f"{name}.{key}" for key in rope if key not in known)
+
+
+def _nulls(config: Mapping[str, Any], family: str) -> Iterator[str]:
+    """Keys that this engine interprets, and those of rope, where null is not the same as leaving them out."""
+    absent = (NULL_IS_ABSENT.keys() | HARMLESS.keys()) - _NULL_COUNTS.get(family, frozenset())
+    yield from (key for key in INTERPRETED[family] - absent if key in config and config[key] is None)
+    for name, rope in _rope_sections(config):
+        yield from (f"{name}.{key}" for key, value in rope.items() if value is None)
+
+
+def _rope_sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name in ("rope_parameters", "rope_scaling"):
-        rope = config.get(name)
-        if isinstance(rope, Mapping):
-            kind = rope.get("rope_type") or rope.get("type") or "default"
-            known = ROPE_KEYS.get(kind) if isinstance(kind, str) else None
-            if known is not None:  # `RopeConfig` refuses other kinds by name
-                yield from (f"{name}.{key}" for key, value in rope.items() if value is not None and key not in known)
+        if isinstance(rope := config.get(name), Mapping):
+            yield name, rope

@@ -7,12 +7,19 @@ import hmac
 
 MAX_TENANT_BYTES = 1024
 """What a chunk key has room for (docs/format.md)."""
+_HASHED = b"sha256:"
 
 
 def tenant_of(cache_salt: str | None) -> bytes:
-    """The tenant that a request's `cache_salt` names, the same in every engine; without one, the nameless tenant."""
+    """The tenant that a request's `cache_salt` names, the same in every engine; without one, the nameless tenant.
+
+    A salt that is too long is named by its digest. So is a short one that begins as such a name does: otherwise it
+    could spell the name of another.
+    """
     tenant = (cache_salt or "").encode("utf-8", "surrogatepass")
-    return tenant if len(tenant) <= MAX_TENANT_BYTES else b"sha256:" + hashlib.sha256(tenant).digest()
+    if len(tenant) <= MAX_TENANT_BYTES and not tenant.startswith(_HASHED):
+        return tenant
+    return _HASHED + hashlib.sha256(tenant).digest()
 
 
 def tenant_salt(secret: bytes | None, tenant: bytes) -> bytes:

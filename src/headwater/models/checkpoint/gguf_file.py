@@ -85,8 +85,14 @@ class _Reader:
         num_tensors, num_fields = self._number("Q"), self._number("Q")
         self._check(num_tensors <= MAX_TENSORS and num_fields <= MAX_FIELDS)
         metadata = {}
+        names: set[str] = set()
         for _ in range(num_fields):
             name = self._string()
+            if name in names:
+                raise ModelError(
+                    f"{str(self._path)!r} names {name!r} twice: engines differ in which of the two they take"
+                )
+            names.add(name)
             value = self._value(self._number("I"))
             if value is not None:
                 metadata[name] = value

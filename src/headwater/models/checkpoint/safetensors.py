@@ -36,6 +36,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
 }
 INDEX_NAME = "model.safetensors.index.json"
+_AMBIGUOUS = ": engines would load different weights. Write the checkpoint again, each tensor once"
 
 
 class SafetensorsHandle(RowBlocks):
@@ -71,18 +72,20 @@ class SafetensorsCheckpoint:
         return index + [file.name for file in _files(self.path, expected)]
 
     def tensors(self) -> Iterator[tuple[str, TensorHandle]]:
-        """Every tensor, file by file. Each header is read once."""
+        """Every tensor, file by file. Each header is read once. A file that is read holds what the index places in it
+        and nothing else: vLLM loads every tensor of such a file, whatever the index says of it."""
         expected = _weight_map(self.path)
-        seen: set[str] = set()
+        holders: dict[str, str] = {}
         for file in _files(self.path, expected):
             for handle in read_header(file):
+                if handle.name in holders:
+                    raise ModelError(f"{handle.name} is in {holders[handle.name]} and in {file.name}{_AMBIGUOUS}")
                 if expected is not None and expected.get(handle.name) != file.name:
-                    continue  # the index says that this tensor is elsewhere, or not part of the model
-                if handle.name in seen:
-                    raise ModelError(f"{handle.name} is in two files of {str(self.path)!r}")
-                seen.add(handle.name)
+                    place = f"in {expected[handle.name]}" if handle.name in expected else "nowhere"
+                    raise ModelError(f"{INDEX_NAME} places {handle.name} {place}, but {file.name} holds it{_AMBIGUOUS}")
+                holders[handle.name] = file.name
                 yield handle.name, handle
-        if expected is not None and (absent := [name for name in expected if name not in seen]):
+        if expected is not None and (absent := [name for name in expected if name not in holders]):
             raise ModelError(f"{INDEX_NAME} says that {expected[absent[0]]} holds {absent[0]}, but it does not")
 
     def load_tokenizer(self) -> Tokenizer:
@@ -125,7 +128,7 @@ def read_header(path: Path) -> list[SafetensorsHandle]:
     except OSError as error:
         raise ModelError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs))
         header.pop("__metadata__", None)
         handles = [_handle(path, name, entry, 8 + length, size) for name, entry in header.items()]
     except ModelError:
@@ -133,6 +136,15 @@ def read_header(path: Path) -> list[SafetensorsHandle]:
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise ModelError(f"{str(path)!r} is not a safetensors file, or is damaged or truncated") from error
     return sorted(handles, key=lambda handle: handle.offset)
+
+
+def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ModelError(f"the header of {str(path)!r} names {name!r} twice{_AMBIGUOUS}")
+        found[name] = value
+    return found
 
 
 def _handle(path: Path, name: str, entry: dict[str, Any], data_start: int, size: int) -> SafetensorsHandle:
