@@ -50,6 +50,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[ToEngine] = []
+        self.num_waiting_bytes = 0
         self.replies: asyncio.Queue[list[FromEngine]] = asyncio.Queue()
 
     def send(self, message: ToEngine) -> None:
