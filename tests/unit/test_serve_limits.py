@@ -442,3 +442,18 @@ def test_an_answer_that_is_not_streamed_has_a_bound_on_its_values() -> None:
         assert (len(rig.wire.submitted()), rig.client.num_in_flight) == (num_sent, 0)
 
     with_rig(test, max_sequences=128)
+
+
+@pytest.mark.parametrize(("places", "share"), [(10, 5), (3, 2), (2, 2), (1, 1)])
+def test_one_call_cannot_take_every_place_but_fill_a_step(places: int, share: int) -> None:
+    """A step has two sequences."""
+
+    async def test(rig: Rig) -> None:
+        with pytest.raises(RequestError, match=rf"asks for {share + 1} sequences .*expected {share} at most") as caught:
+            await rig.generator.begin(call(share + 1))
+        assert (caught.value.param, caught.value.code) == ("n", None)
+        assert rig.generator.limits.max_prompts == share
+        with await rig.generator.begin(call(share)):
+            assert rig.client.num_in_flight == share
+
+    with_rig(test, max_sequences=places)

@@ -56,6 +56,8 @@ class Generator:
         self.workers = Workers()
         """For what would keep the event loop too long."""
         self._max_sequences = max_sequences
+        self._max_call_sequences = min(max_sequences, max(client.ready.max_num_seqs, max_sequences // 2))
+        """One call leaves room for others, and can fill a step of the engine."""
         self._num_preparing = 0
         """Sequences of calls that are being tokenised."""
         ready = client.ready
@@ -67,7 +69,7 @@ class Generator:
     @property
     def limits(self) -> Limits:
         """What of a call can be refused before it is looked at closely."""
-        return Limits(self._max_sequences, self._text_limits.max_model_len, self._text_limits.max_call_tokens)
+        return Limits(self._max_call_sequences, self._text_limits.max_model_len, self._text_limits.max_call_tokens)
 
     def close(self) -> None:
         """Fail what is being tokenised; calls fail from now on. Idempotent."""
@@ -108,8 +110,11 @@ class Generator:
             raise RequestError(text, param="max_tokens")
 
     def _admit(self, num_sequences: int) -> None:
-        if num_sequences > self._max_sequences:
-            text = f"the call asks for {num_sequences} sequences; this server takes {self._max_sequences} at a time"
+        if num_sequences > self._max_call_sequences:
+            text = (
+                f"the call asks for {num_sequences} sequences (n x prompts); expected {self._max_call_sequences} at "
+                f"most, of the {self._max_sequences} that this server takes from all clients at a time"
+            )
             raise RequestError(text, param="n")
         num_taken = self._num_preparing + self.client.num_in_flight
         if num_taken + num_sequences > self._max_sequences:
