@@ -269,7 +269,7 @@ def test_prompts_of_token_ids(client: openai.OpenAI, tokenizer: Tokenizer) -> No
         ({"extra_body": {"max_new_tokens": 5}}, openai.BadRequestError, "max_new_tokens", "unknown_parameter"),
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, openai.BadRequestError, "messages",
          "context_length_exceeded"),
-        ({"n": MAX_SEQUENCES + 1}, openai.BadRequestError, "n", None),
+        ({"n": MAX_SEQUENCES // 2 + 1}, openai.BadRequestError, "n", None),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
@@ -299,10 +299,11 @@ def test_a_wrong_key_and_a_full_server(client: openai.OpenAI, url: str) -> None:
         pytest.raises(openai.AuthenticationError),
     ):
         stranger.models.list()
-    endless = {**CHAT, "max_tokens": 1500, "n": MAX_SEQUENCES, "extra_body": {"ignore_eos": True}}
-    with client.chat.completions.create(**endless, stream=True):
+    endless = {**CHAT, "max_tokens": 1500, "stream": True, "extra_body": {"ignore_eos": True}}
+    most = MAX_SEQUENCES // 2  # of one call, and of one step: a stream begins with its first token
+    with client.chat.completions.create(**endless, n=most - 1), client.chat.completions.create(**endless, n=most):
         with pytest.raises(openai.RateLimitError) as caught:
-            client.chat.completions.create(**CHAT)
+            client.chat.completions.create(**CHAT, n=2)
         assert caught.value.response.headers["retry-after"]
     wait_until(
         lambda: metric(url, "requests_running") == metric(url, "requests_waiting") == metric(url, "kv_pages_used") == 0,

@@ -290,12 +290,14 @@ def test_a_client_that_leaves_in_its_own_body_does_no_harm(server: Server) -> No
 
 
 def test_a_client_that_does_not_read_takes_no_room_once_its_sequences_are_done(server: Server) -> None:
-    """Eight sequences are all that the server takes; their answer of some 14 MB fills the kernel's buffers."""
-    fields = {"prompt": "count", "n": 8, "max_tokens": 1300, "stream": True, "logprobs": 20}
+    """Two calls of four sequences are all that the server takes; their answers of some 14 MB each fill the kernel's
+    buffers."""
+    fields = {"prompt": "count", "n": 4, "max_tokens": 2600, "stream": True, "logprobs": 20}
     before = server.metric("generated_tokens_total")
-    with server.connect(request(fields)):
-        wait_until(lambda: server.metric("generated_tokens_total") > before)  # it may not be seen running
-        wait_until(lambda: server.chat("say:room", n=8).status_code == 200)
+    with server.connect(request(fields)), server.connect(request(fields)):
+        wait_until(lambda: server.metric("generated_tokens_total") > before)  # they may not be seen running
+        wait_until(lambda: server.chat("say:room", n=4).status_code == 200)
+        wait_until(lambda: server.metric("requests_running") == 0)
 
 
 def test_a_client_that_does_not_read_holds_nobody_up_and_is_cut_off(server: Server) -> None:

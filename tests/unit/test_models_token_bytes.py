@@ -5,6 +5,7 @@ With the tokenizer of a real model (byte-level BPE), and with small ones made he
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -106,11 +107,12 @@ def stream(
         reason = FinishReason.LENGTH if number == len(ids) - 1 else None
         delta = output.feed(RequestOutput("r", [token_id], [TokenLogprobs(token_id, -0.5, top)], reason, 1, 0))
         chunks.append(replies[0].chunk(0, delta)["choices"][0]["logprobs"])
-        whole.add(delta)
+        replies[1].add(0, whole, delta)
         text += delta.text
         if delta.finish_reason:
             break
-    (choice,) = replies[1].whole([whole], Usage(1, 0, 1))["choices"]
+    (choice,) = json.loads(b"".join(replies[1].whole([whole], Usage(1, 0, 1))))["choices"]
+    assert text == (choice["message"]["content"] if kind is ChatReply else choice["text"])
     assert merged(chunks) == choice["logprobs"]
     return text, chunks
 

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[ToEngine] = []
+        self.num_waiting_bytes = 0
         self.replies: asyncio.Queue[list[FromEngine]] = asyncio.Queue()
 
     def send(self, message: ToEngine) -> None:
@@ -416,3 +418,42 @@ def test_what_the_tokenizer_s_thread_returns_or_raises_arrives() -> None:
     assert asyncio.run(_in_daemon_thread(lambda: 7)) == 7
     with pytest.raises(ZeroDivisionError):
         asyncio.run(_in_daemon_thread(lambda: 1 // 0))
+
+
+def test_an_answer_that_is_not_streamed_has_a_bound_on_its_values() -> None:
+    async def test(rig: Rig) -> None:
+        def asking(num_choices: int, stream: bool, **params: Any) -> Call:
+            return replace(call(num_choices, **params), stream=stream)
+
+        with await rig.generator.begin(asking(8, False, max_tokens=4096, logprobs=5)):
+            pass
+        with await rig.generator.begin(asking(8, False)):  # a chat that may go on until the context is full
+            pass
+        with await rig.generator.begin(asking(64, True, max_tokens=4096, logprobs=20)):
+            pass
+        num_sent = len(rig.wire.submitted())
+        with pytest.raises(RequestError) as caught:
+            await rig.generator.begin(asking(64, False, max_tokens=4096, logprobs=20))
+        assert str(caught.value).startswith(
+            "the answer may have 64 sequences x 4096 tokens x (1 + 20 log-probabilities) = 5505024 values; "
+            "expected 1048576 at most. Lower n, max_tokens or logprobs, give fewer prompts, or set stream to true"
+        )
+        assert caught.value.param == "max_tokens"
+        assert (len(rig.wire.submitted()), rig.client.num_in_flight) == (num_sent, 0)
+
+    with_rig(test, max_sequences=128)
+
+
+@pytest.mark.parametrize(("places", "share"), [(10, 5), (3, 2), (2, 2), (1, 1)])
+def test_one_call_cannot_take_every_place_but_fill_a_step(places: int, share: int) -> None:
+    """A step has two sequences."""
+
+    async def test(rig: Rig) -> None:
+        with pytest.raises(RequestError, match=rf"asks for {share + 1} sequences .*expected {share} at most") as caught:
+            await rig.generator.begin(call(share + 1))
+        assert (caught.value.param, caught.value.code) == ("n", None)
+        assert rig.generator.limits.max_prompts == share
+        with await rig.generator.begin(call(share)):
+            assert rig.client.num_in_flight == share
+
+    with_rig(test, max_sequences=places)

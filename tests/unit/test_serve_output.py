@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -154,8 +155,9 @@ def test_end_ids_that_only_the_tokenizer_names_end_the_text_but_not_with_ignore_
 @pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
 def test_json_never_holds_what_is_no_number(kind: type[Reply]) -> None:
     odd = [TokenLogprobs(1, value, [(2, value)]) for value in (-math.inf, math.nan, math.inf, -1e30, -0.5)]
-    choice = Choice(["x"], [LogprobEntry(entry, 0) for entry in odd], FinishReason.STOP)
-    body = kind("m", Letters(), with_logprobs=True, include_usage=False).whole([choice], Usage(1, 0, 1))
+    reply, choice = kind("m", Letters(), with_logprobs=True, include_usage=False), Choice()
+    reply.add(0, choice, Delta("x", [LogprobEntry(entry, 0) for entry in odd], FinishReason.STOP))
+    body = json.loads(b"".join(reply.whole([choice], Usage(1, 0, 1))))
 
     def numbers(value: object) -> list[float]:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
@@ -164,6 +166,29 @@ def test_json_never_holds_what_is_no_number(kind: type[Reply]) -> None:
     found = numbers(body)
     assert set(found) == {LEAST_LOGPROB, -0.5}
     json.dumps(body, allow_nan=False)
+
+
+@pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
+def test_an_answer_takes_little_more_memory_than_its_bytes(kind: type[Reply]) -> None:
+    """As objects, these tokens and log-probabilities took nine times as much and more."""
+    reply, choices = kind("m", Letters(), with_logprobs=True, include_usage=False), [Choice(), Choice()]
+    tracemalloc.start()
+    try:
+        for number in range(4000):
+            entry = LogprobEntry(TokenLogprobs(number % 26, -0.5, [(rank, -0.5 - rank) for rank in range(20)]), number)
+            reason = FinishReason.LENGTH if number >= 3998 else None
+            reply.add(number % 2, choices[number % 2], Delta("é", [entry], reason))
+        parts = reply.whole(choices, Usage(1, 0, 4000))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    size = sum(map(len, parts))
+    assert most < 2.8 * size, f"{most / size:.1f} times the {size} bytes of the answer"
+    body = json.loads(b"".join(parts))
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    texts = [choice["message"]["content"] if kind is ChatReply else choice["text"] for choice in body["choices"]]
+    assert texts == ["é" * 2000] * 2
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["length"] * 2
 
 
 def test_feeding_after_the_end_is_a_bug() -> None:

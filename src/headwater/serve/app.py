@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -220,8 +221,16 @@ class WholeAnswer(_Answer):
         choices = [Choice() for _ in range(self._call.num_sequences)]
         while deltas := await generation.next():
             for index, delta in deltas:
-                choices[index].add(delta)
-        await _json(self._reply.whole(choices, generation.usage))(scope, receive, send)
+                self._reply.add(index, choices[index], delta)
+        parts = deque(self._reply.whole(choices, generation.usage))
+        headers = [
+            (b"content-length", str(sum(map(len, parts))).encode()),
+            (b"content-type", b"application/json"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while parts:
+            part = parts.popleft()
+            await send({"type": "http.response.body", "body": part, "more_body": bool(parts)})
 
 
 class StreamedAnswer(_Answer):

@@ -7,6 +7,7 @@ is: each flight keeps a bounded backlog, and one that overflows is aborted inste
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections import deque
@@ -44,6 +45,9 @@ TERMINATE_S = 0.7
 """There is nothing to save: a step that does not end in this time is killed."""
 MAX_BACKLOG_ITEMS = 1 << 16
 """Token ids and log-probabilities that wait for one slow reader; some megabytes at most."""
+
+MAX_WAITING_BYTES = 32 << 20
+"""Prompts that an engine process which does not read has not taken yet; beyond them requests are refused."""
 
 
 class Job(NamedTuple):
@@ -190,9 +194,14 @@ class EngineClient:
         return self._death
 
     async def submit(self, jobs: Sequence[Job]) -> Flight:
-        """Send jobs to the engine; their outputs come from the flight. Raises EngineDeadError if it is gone."""
+        """Send jobs to the engine; their outputs come from the flight. Raises EngineDeadError if it is gone,
+        RequestError if it does not read and too much waits for it."""
         if self._death is not None:
             raise self._death
+        if self._connection.num_waiting_bytes > MAX_WAITING_BYTES:
+            num_bytes = self._connection.num_waiting_bytes
+            text = f"{num_bytes} bytes of prompts wait for the engine, which does not read; try later"
+            raise RequestError(text, code="server_busy")
         first = self._num_requests
         self._num_requests += len(jobs)
         request_ids = [str(number) for number in range(first, self._num_requests)]
@@ -214,7 +223,8 @@ class EngineClient:
         try:
             if not await ended(self._process, SHUTDOWN_S):
                 # It is in the middle of a long step. A signal ends that too.
-                self._process.terminate()
+                with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                    self._process.terminate()
                 await ended(self._process, TERMINATE_S)
         finally:
             self._reading.cancel()

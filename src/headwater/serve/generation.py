@@ -18,6 +18,10 @@ from headwater.serve.replies import Usage
 from headwater.serve.tokenising import Encoder, TextLimits, at_once, tokenise
 from headwater.serve.workers import Workers
 
+MAX_ANSWER_VALUES = 1 << 20
+"""Tokens and log-probabilities of an answer that is not streamed (or 8 contexts, if that is more). One takes some 70
+bytes of JSON, which the server keeps until the last of them is there."""
+
 
 class Tokenizer(Encoder, Protocol):
     """What the server needs of `headwater.models.tokenizer.Tokenizer`. Calls may come from several threads at once."""
@@ -52,6 +56,8 @@ class Generator:
         self.workers = Workers()
         """For what would keep the event loop too long."""
         self._max_sequences = max_sequences
+        self._max_call_sequences = min(max_sequences, max(client.ready.max_num_seqs, max_sequences // 2))
+        """One call leaves room for others, and can fill a step of the engine."""
         self._num_preparing = 0
         """Sequences of calls that are being tokenised."""
         ready = client.ready
@@ -63,7 +69,7 @@ class Generator:
     @property
     def limits(self) -> Limits:
         """What of a call can be refused before it is looked at closely."""
-        return Limits(self._max_sequences, self._text_limits.max_model_len, self._text_limits.max_call_tokens)
+        return Limits(self._max_call_sequences, self._text_limits.max_model_len, self._text_limits.max_call_tokens)
 
     def close(self) -> None:
         """Fail what is being tokenised; calls fail from now on. Idempotent."""
@@ -72,6 +78,8 @@ class Generator:
     async def begin(self, call: Call) -> Generation:
         """Tokenise and send to the engine. Raises RequestError for what the engine or this server cannot take now."""
         arrival_s = time.monotonic()
+        if not call.stream:
+            self._check_answer(call)
         self._admit(call.num_sequences)
         try:
             prompts = await self._tokenise(call)
@@ -86,9 +94,27 @@ class Generator:
         ]
         return Generation(self, call, await self.client.submit(jobs), arrival_s)
 
+    def _check_answer(self, call: Call) -> None:
+        """Refuse what would be too large to be kept until its end."""
+        context = self.client.ready.max_model_len
+        num_tokens = min(call.params.max_tokens or context, context)
+        num_logprobs = 0 if call.params.logprobs is None else call.params.logprobs
+        num_values = call.num_sequences * num_tokens * (1 + num_logprobs)
+        most = max(MAX_ANSWER_VALUES, 8 * context)
+        if num_values > most:
+            text = (
+                f"the answer may have {call.num_sequences} sequences x {num_tokens} tokens x (1 + {num_logprobs} "
+                f"log-probabilities) = {num_values} values; expected {most} at most. Lower n, max_tokens or "
+                "logprobs, give fewer prompts, or set stream to true, for which there is no such bound"
+            )
+            raise RequestError(text, param="max_tokens")
+
     def _admit(self, num_sequences: int) -> None:
-        if num_sequences > self._max_sequences:
-            text = f"the call asks for {num_sequences} sequences; this server takes {self._max_sequences} at a time"
+        if num_sequences > self._max_call_sequences:
+            text = (
+                f"the call asks for {num_sequences} sequences (n x prompts); expected {self._max_call_sequences} at "
+                f"most, of the {self._max_sequences} that this server takes from all clients at a time"
+            )
             raise RequestError(text, param="n")
         num_taken = self._num_preparing + self.client.num_in_flight
         if num_taken + num_sequences > self._max_sequences:

@@ -353,7 +353,7 @@ def _decode(raw: msgspec.Raw, kind: type[_Item]) -> _Item:
 
 
 def _too_many_prompts(limits: Limits) -> RequestError:
-    text = f"the call has more than {limits.max_prompts} prompts, which is what this server takes at a time"
+    text = f"the call has more than {limits.max_prompts} prompts, which is the most that one call may have"
     return RequestError(text, param="prompt")
 
 

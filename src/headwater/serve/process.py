@@ -9,31 +9,68 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from headwater.serve.messages import READ_BYTES, FrameReader, FromEngine, ToEngine, decode_from_engine, encode
+from headwater.serve.messages import (
+    READ_BYTES,
+    Abort,
+    FrameReader,
+    FromEngine,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
 
 LAST_WORDS_S = 0.5
 """A process that closed its socket is dead in a moment, and a dead one's last message may still be on its way."""
 
 
 class Connection:
-    """The server's end of the socket."""
+    """The server's end of the socket.
+
+    A Submit waits here until the socket takes it, and is dropped if its Abort comes first: however long the engine does
+    not read, only the requests of clients that stay take memory.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         self._frames = FrameReader()
+        self._waiting: dict[str, bytes] = {}
+        """Frames of Submits, in order."""
+        self.num_waiting_bytes = 0
+        """Of Submits that the socket has not taken."""
+        self._writing: asyncio.Task[None] | None = None
 
     def send(self, message: ToEngine) -> None:
-        """Queue one message. Never fails: the death of the other end is noticed by reading."""
-        if not self._writer.is_closing():
-            self._writer.write(encode(message))
+        """Queue one message. The other end's death is noticed by reading. Raises EngineError if it is too large."""
+        if self._writer.is_closing():
+            return
+        match message:
+            case Submit(request_id):
+                self._waiting[request_id] = frame = encode(message)
+                self.num_waiting_bytes += len(frame)
+                if self._writing is None:
+                    self._writing = asyncio.create_task(self._write_waiting())
+            case Abort(request_id) if request_id in self._waiting:
+                self.num_waiting_bytes -= len(self._waiting.pop(request_id))
+            case _:
+                self._writer.write(encode(message))
 
     async def drain(self) -> None:
-        """Wait while more is queued than the socket takes."""
+        """Wait while the socket takes nothing."""
         try:
             await self._writer.drain()
         except OSError:
             pass  # as in `send`
+
+    async def _write_waiting(self) -> None:
+        while self._waiting and not self._writer.is_closing():
+            await self.drain()
+            if self._waiting:
+                frame = self._waiting.pop(next(iter(self._waiting)))
+                self.num_waiting_bytes -= len(frame)
+                self._writer.write(frame)
+        self._writing = None
 
     async def receive(self) -> list[FromEngine]:
         """The next messages, at least one; empty when the other end is gone."""
@@ -44,6 +81,11 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+        self._waiting.clear()
+        self.num_waiting_bytes = 0
         self._writer.close()
 
 

@@ -1,7 +1,8 @@
 """The engine process: `python -m headwater.serve.worker FD`, one per server, started by `EngineClient`.
 
-It reads messages from the socket FD, steps the engine while there is work, and sends what comes out. It lives no longer
-than its parent: when the socket closes, the whole process group (the ranks of tensor parallelism too) goes at once.
+A thread reads messages from the socket FD at all times; the main one steps the engine while there is work, and sends
+the outputs. The process lives no longer than its parent: when the socket closes, the whole process group (the ranks of
+tensor parallelism too) goes at once.
 """
 
 from __future__ import annotations
@@ -76,6 +77,41 @@ class Running(NamedTuple):
 Creator = Callable[[EngineConfig, Callable[[int, int], None]], Running]
 
 
+class Inbox:
+    """Messages that the engine has not seen yet, in order. A request that is aborted here never reaches it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._messages: dict[tuple[str, str], ToEngine] = {}
+        """By kind and request."""
+        self._end: Exception | None = None
+
+    def put(self, message: ToEngine) -> None:
+        """Add a message; an Abort takes the Submit that it is about with it, if that is still here."""
+        request_id = message.request_id if isinstance(message, Submit | Abort) else ""
+        with self._changed:
+            if isinstance(message, Abort) and self._messages.pop((Submit.__name__, request_id), None) is not None:
+                return
+            self._messages[type(message).__name__, request_id] = message
+            self._changed.notify()
+
+    def end(self, reason: Exception) -> None:
+        """Nothing more will come."""
+        with self._changed:
+            self._end = reason
+            self._changed.notify()
+
+    def take(self, wait_s: float | None) -> list[ToEngine]:
+        """All messages; waits so long (None: for ever) for a first. Raises the reason of the end after the last."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._messages or self._end is not None, wait_s)
+            messages = list(self._messages.values())
+            self._messages.clear()
+            if not messages and self._end is not None:
+                raise self._end
+            return messages
+
+
 class Channel:
     """The worker's end of the socket: whole messages, in order."""
 
@@ -84,6 +120,9 @@ class Channel:
         self._sending = threading.Lock()
         self._reader = FrameReader()
         self._last_progress_s = 0.0
+        self._inbox = Inbox()
+        # Also during a step: what clients that left have sent must neither reach the engine nor fill the server.
+        threading.Thread(target=self._read, name="read-server", daemon=True).start()
 
     def send(self, message: FromEngine) -> None:
         """Send one message, from any thread; blocks while the server is not reading. Raises OSError if it is gone."""
@@ -99,17 +138,18 @@ class Channel:
             self.send(Progress(done_bytes, total_bytes))
 
     def receive(self, *, wait_s: float | None) -> list[ToEngine]:
-        """The messages that are there; waits so long (None: for ever) for a first. Raises EOFError when the server is
-        gone."""
-        messages: list[ToEngine] = []
-        while not messages:
-            if not select.select([self._sock], [], [], wait_s)[0]:
-                break
-            data = self._sock.recv(READ_BYTES)
-            if not data:
-                raise EOFError("the server closed its end")
-            messages += map(decode_to_engine, self._reader.feed(data))
-        return messages
+        """All messages that have come; waits so long (None: for ever) for a first. Raises EOFError when the server is
+        gone, EngineError for what is no message."""
+        return self._inbox.take(wait_s)
+
+    def _read(self) -> None:
+        try:
+            while data := self._sock.recv(READ_BYTES):
+                for body in self._reader.feed(data):
+                    self._inbox.put(decode_to_engine(body))
+            self._inbox.end(EOFError("the server closed its end"))
+        except (OSError, EngineError) as error:
+            self._inbox.end(error)
 
 
 def serve_engine(channel: Channel, running: Running) -> None:

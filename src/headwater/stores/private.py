@@ -26,12 +26,26 @@ def why_shared(path: str, found: os.stat_result, *, root_may_own: bool = True) -
     return None
 
 
+def why_no_file(path: str, found: os.stat_result) -> str | None:
+    """Why a file of a pool is refused, by its `lstat`: it is no ordinary file, or somebody else could write to it."""
+    if stat.S_ISLNK(found.st_mode):
+        return f"{path} is a symbolic link, which is not followed; put the file itself there, or use another directory"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{path} is not an ordinary file; remove it, or use another directory"
+    return why_shared(path, found)
+
+
 def open_private(path: str, flags: int) -> int:
     """`os.open` for a file that nobody else can write, whatever its directory has become meanwhile. A new one gets mode
-    0600. Raises PermissionError that says why, and what opening raises."""
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    found = os.fstat(fd)
-    reason = why_shared(path, found) if stat.S_ISREG(found.st_mode) else f"{path} is not an ordinary file"
+    0600. Never waits, not for the other end of a pipe either. Raises PermissionError that says why, and what opening
+    raises."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a symbolic link; a socket, a pipe that nobody reads
+            raise
+        raise PermissionError(errno.EPERM, why_no_file(path, os.lstat(path)) or str(error)) from error
+    reason = why_no_file(path, os.fstat(fd))
     if reason is not None:
         os.close(fd)
         raise PermissionError(errno.EPERM, reason)

@@ -54,7 +54,7 @@ from headwater.stores.embedded.store import DEFAULT_DEADLINE_S, EmbeddedStore
 from headwater.stores.embedded.units import ABSENT_UNIT
 from headwater.stores.host import boot_id, memory_bytes
 from headwater.stores.policy import POLICIES, create_policy
-from headwater.stores.private import allocate, open_private, why_shared
+from headwater.stores.private import allocate, open_private, why_no_file, why_shared
 from headwater.stores.url import StoreUrl, format_size
 
 SHM_ROOT = "/dev/shm"
@@ -258,7 +258,7 @@ def _settle(core: Core) -> None:
 def _read_geometry(url: StoreUrl, path: str) -> Geometry | None:
     """The geometry of an existing index; None where there is none that can be read."""
     try:
-        with open(path, "rb") as file:
+        with open(open_private(path, os.O_RDONLY), "rb") as file:
             first = file.read(HEADER_BYTES)
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - PAGE))
@@ -347,7 +347,7 @@ def _check_owner(url: StoreUrl, directory: str) -> None:
     for entry in () if reason else os.scandir(directory):
         if _is_ours(entry.name) or entry.name == "members":
             with contextlib.suppress(FileNotFoundError):
-                reason = reason or why_shared(entry.path, entry.stat(follow_symlinks=False))
+                reason = reason or why_no_file(entry.path, entry.stat(follow_symlinks=False))
     if reason:
         raise StorePermissionError(f"{url}: {reason}")
 
