@@ -195,6 +195,7 @@ def _make_server(config: ServerConfig, generator: Generator, certificate: ssl.SS
         lifespan="off",
         ws="none",
         log_config=None,
+        log_level="error",  # a client shall not fill the log with warnings
         access_log=False,
         server_header=False,
         proxy_headers=False,
