@@ -6,7 +6,7 @@ import shutil
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,21 @@ def test_https(start: Callable[..., Server], certificate: tuple[Path, Path]) -> 
     with server.connect() as silent:
         silent.settimeout(30)
         assert answer(silent) == b""
+
+
+def test_clients_that_never_shake_hands_make_room_for_others(
+    start: Callable[..., Server], certificate: tuple[Path, Path]
+) -> None:
+    cert, key = certificate
+    server = start(ssl_certfile=str(cert), ssl_keyfile=str(key), max_connections=4, header_timeout_s=120.0)
+    trusting = ssl.create_default_context(cafile=str(cert))
+    with ExitStack() as stack:
+        silent = [stack.enter_context(server.connect()) for _ in range(20)]
+        for sock in silent[:16]:
+            sock.settimeout(30)
+            with suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        assert httpx.get(f"{server.url}/health", verify=trusting, timeout=60).status_code == 200
 
 
 def test_certificates_that_cannot_be_used_are_named(tmp_path: Path, certificate: tuple[Path, Path]) -> None:

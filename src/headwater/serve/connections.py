@@ -53,6 +53,10 @@ class Connections:
         """Connections that were let in."""
         return len(self._open)
 
+    def has(self, protocol: WatchedProtocol) -> bool:
+        """Whether a connection was let in and did not have to make room."""
+        return protocol in self._open
+
     def enter(self, protocol: WatchedProtocol) -> bool:
         """Let a connection in, if need be in place of the oldest one without a request, or else of the oldest one that
         is still sending its body. False: there is none."""
@@ -63,7 +67,7 @@ class Connections:
             if victim is None:
                 return False
             self.leave(victim)
-            victim.transport.abort()
+            victim.abort()
         self._open[protocol] = None
         return True
 
@@ -71,7 +75,7 @@ class Connections:
         """Keep a connection that has nothing more to say for as long as its client may take to read why. False: too
         many are kept already."""
         self._open.pop(protocol, None)
-        if len(self._lingering) >= MAX_LINGERING:
+        if protocol not in self._lingering and len(self._lingering) >= MAX_LINGERING:
             return False
         self._lingering.add(protocol)
         return True
@@ -83,7 +87,8 @@ class Connections:
 
 
 class WatchedProtocol(H11Protocol):
-    """Uvicorn's protocol, with a time-out for the head of a request and a place among the `Connections`.
+    """Uvicorn's protocol, with a time-out for the head of a request and a place among the `Connections`, which it has
+    from the moment it is accepted.
 
     It hands the parser a piece of what came in each turn of the event loop, so that everybody gets a turn.
     """
@@ -93,6 +98,9 @@ class WatchedProtocol(H11Protocol):
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
         self.conn = BoundedParser()
+        self.has_arrived = False
+        self.arriving: asyncio.Task[None] | None = None
+        """Makes the connection, with its TLS handshake."""
         self._siblings = connections
         self._is_ended = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -107,12 +115,20 @@ class WatchedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.has_arrived = True
         self.flow = _Flow(transport, self._read_soon)
-        if self._siblings.enter(self):
+        if self._siblings.has(self):
             self._watch()
         else:
             text = f"{self._siblings.num_open} connections are open and this server takes no more now; try later"
             self._end(RequestError(text, code="server_busy"))
+
+    def abort(self) -> None:
+        """End the connection at once, also one that is still arriving."""
+        if self.has_arrived:
+            self.transport.abort()
+        elif self.arriving is not None:
+            self.arriving.cancel()
 
     def data_received(self, data: bytes) -> None:
         if self._is_ended:
