@@ -58,7 +58,8 @@ def status(server: Server, path: str, **headers: str) -> tuple[int, str | None]:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/metrics", "/health"])
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "10.0.0.1",
-             "localhost,evil.example", "evil@localhost", "[::2]:80", "localhost:80:80", "0.0.0.0"]
+             "localhost,evil.example", "evil@localhost", "[::2]:80", "localhost:80:80", "0.0.0.0", "[::1].evil.com",
+             "localhost#.evil.com", "localhost?.evil.com", "[::1%evil]", "localhost:0", "localhost:", "::1"]
 )  # fmt: skip
 def test_only_loopback_names_are_answered_to(server: Server, path: str, host: str) -> None:
     assert status(server, path, host=host) == (403, "host_not_allowed")
@@ -79,7 +80,19 @@ def test_a_client_older_than_host_is_answered(server: Server) -> None:
 
 @pytest.mark.parametrize(
     "origin",
-    ["https://evil.example", "http://127.0.0.1.evil.example", "null", "http://10.0.0.1", "chrome-extension://abc", "x"],
+    [
+        "https://evil.example",
+        "http://127.0.0.1.evil.example",
+        "null",
+        "http://10.0.0.1",
+        "chrome-extension://abc",
+        "x",
+        "http://localhost#.evil.com",
+        "http://[::1%evil]",
+        "http://[::1].evil.com",
+        "//localhost",
+        "file://localhost",
+    ],
 )
 def test_foreign_pages_are_refused(server: Server, origin: str) -> None:
     assert status(server, "/v1/completions", origin=origin) == (403, "origin_not_allowed")

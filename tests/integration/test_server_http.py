@@ -126,3 +126,37 @@ def test_endless_trailers_are_refused(server: Server) -> None:
     with server.connect(CHUNKED + b"0\r\n") as sock:
         send(sock, b"a:\r\n" * 4_000)
         assert said(sock) == (431, "headers_too_large")
+
+
+# Framing and paths
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"nonsense\r\n\r\n",
+        HEAD + b"content-length: x\r\n\r\n",
+        HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        CHUNKED + b"zz\r\n",
+    ],
+    ids=["line", "length", "both", "chunk"],
+)
+def test_what_is_no_http_is_told_so_like_every_error(server: Server, lines: bytes) -> None:
+    with server.connect(lines) as sock:
+        assert said(sock) == (400, "invalid_http")
+
+
+def test_a_body_that_says_that_it_is_too_large_is_refused_unread(server: Server) -> None:
+    with server.connect(HEAD + b"connection: close\r\ncontent-length: 999999999999\r\n\r\n") as sock:
+        assert said(sock) == (413, "request_too_large")
+
+
+def test_a_compressed_body_is_refused(server: Server) -> None:
+    with server.connect(request({"prompt": "say:hi"}, "content-encoding: gzip")) as sock:
+        assert said(sock) == (415, "unsupported_media_type")
+    with server.connect(request({"prompt": "say:hi"}, "content-encoding: identity")) as sock:
+        assert answer(sock).startswith(b"HTTP/1.1 200 ")
+
+
+def test_no_path_is_redirected(server: Server) -> None:
+    assert server.http.get("/health/").status_code == 404

@@ -68,7 +68,12 @@ class BoundedParser(h11.Connection):
 
     def _check_event(self, event: h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]) -> None:
         if isinstance(event, h11.Request):
-            self.is_chunked = any(name == b"transfer-encoding" for name, _ in event.headers)
+            names = {name for name, _ in event.headers}
+            self.is_chunked = b"transfer-encoding" in names
+            if self.is_chunked and b"content-length" in names:
+                # Two programs that disagree on which one counts disagree on where the next request begins.
+                text = "the request has both a transfer-encoding and a content-length"
+                self._refuse(RequestError(text, code="invalid_http"))
             self._num_chunks = self._num_body_bytes = 0
         elif isinstance(event, h11.Data) and self.is_chunked:
             self._num_chunks += event.chunk_start
