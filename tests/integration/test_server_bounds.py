@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import time
@@ -122,6 +123,23 @@ def test_too_many_connections_with_requests_are_told_to_come_back(start: Callabl
         assert b"retry-after: 1\r\n" in said
         assert b'"code":"server_busy"' in said
     wait_until(lambda: server.chat("say:hi").status_code == 200)
+
+
+def test_a_lack_of_file_descriptors_is_told_once_and_got_over(start: Callable[..., Server]) -> None:
+    server = start()
+    pid = server.process.pid
+    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (highest + 3, hard))
+    with ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(server.connect())
+        time.sleep(3)  # a few tries to accept
+    assert server.chat("say:hi").status_code == 200
+    server.process.terminate()
+    _, log = server.process.communicate(timeout=SOON_S)
+    assert log.count("no connection can be accepted now") == 1
+    assert "Traceback" not in log
 
 
 # Bodies

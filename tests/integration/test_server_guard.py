@@ -6,7 +6,7 @@ import shutil
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,8 @@ def status(server: Server, path: str, **headers: str) -> tuple[int, str | None]:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/metrics", "/health"])
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "10.0.0.1",
-             "localhost,evil.example", "evil@localhost", "[::2]:80", "localhost:80:80", "0.0.0.0"]
+             "localhost,evil.example", "evil@localhost", "[::2]:80", "localhost:80:80", "0.0.0.0", "[::1].evil.com",
+             "localhost#.evil.com", "localhost?.evil.com", "[::1%evil]", "localhost:0", "localhost:", "::1"]
 )  # fmt: skip
 def test_only_loopback_names_are_answered_to(server: Server, path: str, host: str) -> None:
     assert status(server, path, host=host) == (403, "host_not_allowed")
@@ -79,7 +80,19 @@ def test_a_client_older_than_host_is_answered(server: Server) -> None:
 
 @pytest.mark.parametrize(
     "origin",
-    ["https://evil.example", "http://127.0.0.1.evil.example", "null", "http://10.0.0.1", "chrome-extension://abc", "x"],
+    [
+        "https://evil.example",
+        "http://127.0.0.1.evil.example",
+        "null",
+        "http://10.0.0.1",
+        "chrome-extension://abc",
+        "x",
+        "http://localhost#.evil.com",
+        "http://[::1%evil]",
+        "http://[::1].evil.com",
+        "//localhost",
+        "file://localhost",
+    ],
 )
 def test_foreign_pages_are_refused(server: Server, origin: str) -> None:
     assert status(server, "/v1/completions", origin=origin) == (403, "origin_not_allowed")
@@ -175,6 +188,21 @@ def test_https(start: Callable[..., Server], certificate: tuple[Path, Path]) -> 
     with server.connect() as silent:
         silent.settimeout(30)
         assert answer(silent) == b""
+
+
+def test_clients_that_never_shake_hands_make_room_for_others(
+    start: Callable[..., Server], certificate: tuple[Path, Path]
+) -> None:
+    cert, key = certificate
+    server = start(ssl_certfile=str(cert), ssl_keyfile=str(key), max_connections=4, header_timeout_s=120.0)
+    trusting = ssl.create_default_context(cafile=str(cert))
+    with ExitStack() as stack:
+        silent = [stack.enter_context(server.connect()) for _ in range(20)]
+        for sock in silent[:16]:
+            sock.settimeout(30)
+            with suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        assert httpx.get(f"{server.url}/health", verify=trusting, timeout=60).status_code == 200
 
 
 def test_certificates_that_cannot_be_used_are_named(tmp_path: Path, certificate: tuple[Path, Path]) -> None:

@@ -81,7 +81,9 @@ def create_app(generator: Generator, config: AppConfig) -> ASGIApp:
         ClientDisconnect: _on_client_gone,
         Exception: _on_error,
     }
-    app: ASGIApp = require_json(Starlette(routes=routes, exception_handlers=handlers), _refuse)
+    inner = Starlette(routes=routes, exception_handlers=handlers)
+    inner.router.redirect_slashes = False  # a redirect would name whichever host the client sent
+    app: ASGIApp = require_json(inner, _refuse)
     if config.api_key is not None:
         app = _require_key(app, config.api_key)
     else:
@@ -157,14 +159,19 @@ class _Server:
 
     async def _body(self, request: Request, room: BodyRoom) -> bytes:
         limit = self._config.max_body_bytes
+        too_large = RequestError(
+            f"the body is larger than the {limit} bytes this server takes", code="request_too_large"
+        )
+        # The parser has checked that it is a number, of at most 20 digits.
+        if int(request.headers.get("content-length", 0)) > limit:
+            raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for piece in request.stream():
                     body += piece
                     if len(body) > limit:
-                        text = f"the body is larger than the {limit} bytes this server takes"
-                        raise RequestError(text, code="request_too_large")
+                        raise too_large
                     room.grow(len(body))
         except TimeoutError:
             text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"

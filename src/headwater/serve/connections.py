@@ -7,24 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from itertools import chain
 from typing import Any
 
 import h11
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headwater.errors import RequestError
 from headwater.serve.errors import error_reply
+from headwater.serve.parsing import BoundedParser
 
 KEEP_ALIVE_S = 5
 """How long a connection may be idle between two requests."""
 LINGER_S = 1.0
 MAX_LINGERING = 64
 """A refused client may take so long to read why, and so many of them at a time."""
-SPARE_FILES = 64
+SPARE_FILES = 64 + MAX_LINGERING
 """File descriptors that connections must leave to the rest of the process."""
+PIECE_BYTES = 1 << 12
+BODY_PIECE_BYTES = 1 << 16
+"""What the parser gets in one turn of the event loop: of heads and chunks, and of a body with a content-length."""
+MAX_UNASKED_BYTES = 1 << 16
+"""Of a body whose request is answered already, so much is read to keep the connection; then it is closed."""
 FREE_BODY_BYTES = 1 << 16
 """Of every body, so much needs no room in the budget: short requests get through while others fill it."""
 
@@ -38,12 +46,16 @@ class Connections:
         self._max_connections = max(1, min(max_connections, most))
         self.header_timeout_s = header_timeout_s
         self._open: dict[WatchedProtocol, None] = {}
-        self.num_lingering = 0
+        self._lingering: set[WatchedProtocol] = set()
 
     @property
     def num_open(self) -> int:
         """Connections that were let in."""
         return len(self._open)
+
+    def has(self, protocol: WatchedProtocol) -> bool:
+        """Whether a connection was let in and did not have to make room."""
+        return protocol in self._open
 
     def enter(self, protocol: WatchedProtocol) -> bool:
         """Let a connection in, if need be in place of the oldest one without a request, or else of the oldest one that
@@ -55,23 +67,46 @@ class Connections:
             if victim is None:
                 return False
             self.leave(victim)
-            victim.transport.abort()
+            victim.abort()
         self._open[protocol] = None
+        return True
+
+    def linger(self, protocol: WatchedProtocol) -> bool:
+        """Keep a connection that has nothing more to say for as long as its client may take to read why. False: too
+        many are kept already."""
+        self._open.pop(protocol, None)
+        if protocol not in self._lingering and len(self._lingering) >= MAX_LINGERING:
+            return False
+        self._lingering.add(protocol)
         return True
 
     def leave(self, protocol: WatchedProtocol) -> None:
         """The connection is gone. Idempotent."""
         self._open.pop(protocol, None)
+        self._lingering.discard(protocol)
 
 
 class WatchedProtocol(H11Protocol):
-    """Uvicorn's protocol, with a time-out for the head of a request and a place among the `Connections`."""
+    """Uvicorn's protocol, with a time-out for the head of a request and a place among the `Connections`, which it has
+    from the moment it is accepted.
+
+    It hands the parser a piece of what came in each turn of the event loop, so that everybody gets a turn.
+    """
+
+    conn: BoundedParser
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
+        self.conn = BoundedParser()
+        self.has_arrived = False
+        self.arriving: asyncio.Task[None] | None = None
+        """Makes the connection, with its TLS handshake."""
         self._siblings = connections
-        self._is_refused = False
+        self._is_ended = False
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread = bytearray()
+        self._reading: asyncio.Handle | None = None
+        self._num_unasked = 0
 
     @property
     def has_request(self) -> bool:
@@ -80,32 +115,90 @@ class WatchedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._siblings.enter(self):
+        self.has_arrived = True
+        self.flow = _Flow(transport, self._read_soon)
+        if self._siblings.has(self):
             self._watch()
         else:
-            self._refuse()
+            text = f"{self._siblings.num_open} connections are open and this server takes no more now; try later"
+            self._end(RequestError(text, code="server_busy"))
+
+    def abort(self) -> None:
+        """End the connection at once, also one that is still arriving."""
+        if self.has_arrived:
+            self.transport.abort()
+        elif self.arriving is not None:
+            self.arriving.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_refused:
-            super().data_received(data)
-            self._watch()
+        if self._is_ended:
+            return
+        self._unread += data
+        if self._reading is None:
+            self._read()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._is_ended = True
         self._siblings.leave(self)
-        self._siblings.num_lingering -= self._is_refused
-        self._is_refused = False
         self._disarm()
+        self._stop_reading()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that the parser refuses, and end the connection."""
+        self._end(self.conn.refusal)
+
+    def _should_upgrade(self) -> bool:
+        return False
+
+    def _read_soon(self) -> None:
+        if self._reading is None and not self._is_ended:
+            self._reading = self.loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        """Hand the parser the next piece. The transport reads on when there is none left and nobody holds it up."""
+        self._reading = None
+        if not self._may_read():
+            return
+        if self._unread:
+            is_plain_body = self.conn.their_state is h11.SEND_BODY and not self.conn.is_chunked
+            size = BODY_PIECE_BYTES if is_plain_body else PIECE_BYTES
+            piece = bytes(self._unread[:size])
+            del self._unread[:size]
+            super().data_received(piece)
+            self._watch()
+            self._num_unasked = self._num_unasked + len(piece) if self.conn.reads_unasked else 0
+            if self._num_unasked > MAX_UNASKED_BYTES:
+                self._end()
+        if not self._may_read():
+            return
+        if self._unread:
+            self.transport.pause_reading()
+            self._read_soon()
+        else:
+            self.transport.resume_reading()
+
+    def _may_read(self) -> bool:
+        """False while uvicorn holds it up (`_Flow` says when that ends), and when the connection ends."""
+        return not (self._is_ended or self.transport.is_closing() or self.flow.read_paused)
+
+    def _stop_reading(self) -> None:
+        self._unread.clear()
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
     def _watch(self) -> None:
         """Start the clock for the head of a request, unless one is there or uvicorn's clock for idle ones runs.
 
         A client that goes on sending a body after it was answered has no request either.
         """
+        if self._is_ended:
+            return
         if self.has_request or self.timeout_keep_alive_task is not None:
             self._disarm()
         elif self._deadline is None and not self.transport.is_closing():
@@ -122,18 +215,42 @@ class WatchedProtocol(H11Protocol):
             self.transport.write(_raw_reply(RequestError(text, code="request_timeout")))
         self.transport.close()
 
-    def _refuse(self) -> None:
-        self._is_refused = True
-        self._siblings.num_lingering += 1
-        if self._siblings.num_lingering > MAX_LINGERING:
+    def _end(self, error: RequestError | None = None) -> None:
+        """Say why, unless an answer has begun, and read nothing more."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        self._stop_reading()
+        self._disarm()
+        self._unset_keepalive_if_required()
+        if self.has_request:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.transport.is_closing():
+            return
+        if not self._siblings.linger(self):
             self.transport.abort()
             return
-        text = f"{self._siblings.num_open} connections are open and this server takes no more now; try later"
-        self.transport.write(_raw_reply(RequestError(text, code="server_busy")))
+        if error is not None and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_raw_reply(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         # Closed at once, with unread data, the client would see a reset instead of the answer.
+        self.transport.resume_reading()
         self._deadline = self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+class _Flow(FlowControl):
+    """Uvicorn's flow control. What was received before a pause is read before the transport receives more."""
+
+    def __init__(self, transport: asyncio.Transport, read_soon: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._read_soon = read_soon
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._read_soon()
 
 
 class BodyBudget:
@@ -188,8 +305,6 @@ def _raw_reply(error: RequestError) -> bytes:
     """An error for a connection that has no request to answer."""
     status, body, headers = error_reply(error)
     fields = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"} | headers
-    lines = [f"HTTP/1.1 {status} {_PHRASES[status]}", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+    first = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"
+    lines = [first, *(f"{name}: {value}" for name, value in fields.items()), "", ""]
     return "\r\n".join(lines).encode() + body
-
-
-_PHRASES = {408: "Request Timeout", 503: "Service Unavailable"}

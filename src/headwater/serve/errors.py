@@ -24,6 +24,7 @@ STATUS_OF_CODE = {
     "request_too_large": 413,
     "unsupported_media_type": 415,
     "overloaded": 429,
+    "headers_too_large": 431,
     "engine_hung": 503,
     "server_busy": 503,
 }

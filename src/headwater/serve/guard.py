@@ -7,8 +7,8 @@ and a POST must say that it is JSON, which a form cannot.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -16,11 +16,13 @@ from headwater.errors import RequestError
 from headwater.serve.addresses import is_loopback
 from headwater.serve.errors import shown
 
+_HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[0-9A-Za-z._-]+))(?::(?P<port>[0-9]{1,5}))?")
+
 Refuse = Callable[[RequestError, Scope, Receive, Send], Awaitable[None]]
 
 
 def require_json(app: ASGIApp, refuse: Refuse) -> ASGIApp:
-    """Refuse a POST whose content type is not JSON."""
+    """Refuse a POST whose content type is not JSON, or that is compressed."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
@@ -28,6 +30,11 @@ def require_json(app: ASGIApp, refuse: Refuse) -> ASGIApp:
             kind = given.partition(";")[0].strip().lower()
             if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
                 text = f"the content type is {shown(given)}; expected application/json"
+                await refuse(RequestError(text, code="unsupported_media_type"), scope, receive, send)
+                return
+            coding = _header(scope, b"content-encoding")
+            if coding.strip().lower() not in ("", "identity"):
+                text = f"the content encoding is {shown(coding)}; send the body as it is"
                 await refuse(RequestError(text, code="unsupported_media_type"), scope, receive, send)
                 return
         await app(scope, receive, send)
@@ -47,14 +54,14 @@ def keep_pages_out(app: ASGIApp, bound_to: str, refuse: Refuse) -> ASGIApp:
         if scope["type"] == "http":
             host, origin = _header(scope, b"host"), _header(scope, b"origin")
             # Browsers always send a Host. Under which names a server of a network is known, nobody told us.
-            if is_local and host and not is_known(_hostname(f"//{host}")):
+            if is_local and host and not is_known(_hostname(host)):
                 text = (
                     f"the request is for the host {shown(host)}; without an API key this server answers only to "
                     "localhost and loopback addresses"
                 )
                 await refuse(RequestError(text, code="host_not_allowed"), scope, receive, send)
                 return
-            if origin and not (_is_same(origin, host) or is_known(_hostname(origin))):
+            if origin and not (_is_same(origin, host) or is_known(_origin_hostname(origin))):
                 text = f"the web page {shown(origin)} may not use this server; it asks for no API key"
                 await refuse(RequestError(text, code="origin_not_allowed"), scope, receive, send)
                 return
@@ -68,14 +75,18 @@ def _header(scope: Scope, name: bytes) -> str:
     return ",".join(value.decode("latin-1") for key, value in scope["headers"] if key == name)
 
 
-def _hostname(url: str) -> str:
-    """The name in a URL of nothing but scheme, name and port; else nothing."""
-    try:
-        parts = urlsplit(url)
-        is_plain = parts.port != 0 and not set("@, ") & set(parts.netloc) and not (parts.path or parts.query)
-        return (parts.hostname or "").removesuffix(".") if is_plain else ""
-    except ValueError:
+def _hostname(host: str) -> str:
+    """The name in a `Host` of nothing but a name or address and a port; else nothing."""
+    found = _HOST.fullmatch(host)
+    if found is None or (found["port"] and not 0 < int(found["port"]) < 1 << 16):
         return ""
+    return (found["address"] or found["name"]).lower().removesuffix(".")
+
+
+def _origin_hostname(origin: str) -> str:
+    """The name in an `Origin` of a page; nothing if it has none."""
+    scheme, _, host = origin.partition("://")
+    return _hostname(host) if scheme in ("http", "https") else ""
 
 
 def _is_same(origin: str, host: str) -> bool:

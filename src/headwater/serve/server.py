@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import uvicorn
 
@@ -22,6 +22,7 @@ from headwater.serve.client import WORKER_COMMAND, EngineClient
 from headwater.serve.config import ServerConfig
 from headwater.serve.connections import KEEP_ALIVE_S, Connections, WatchedProtocol
 from headwater.serve.generation import Generator, Tokenizer
+from headwater.serve.listener import Listener
 from headwater.serve.messages import Ready
 from headwater.serve.metrics import ServerMetrics
 from headwater.serve.tls import load_certificate
@@ -195,6 +196,7 @@ def _make_server(config: ServerConfig, generator: Generator, certificate: ssl.SS
         lifespan="off",
         ws="none",
         log_config=None,
+        log_level="error",  # a client shall not fill the log with warnings
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -218,18 +220,8 @@ class _Server(uvicorn.Server):
         def protocol() -> WatchedProtocol:
             return WatchedProtocol(self._connections, config=self.config, server_state=self.server_state, app_state={})
 
-        timeouts: dict[str, Any] = {}
-        if self._certificate is not None:
-            timeouts["ssl_handshake_timeout"] = self._connections.header_timeout_s
-            timeouts["ssl_shutdown_timeout"] = STOP_GRACE_S
         self.servers = [
-            await asyncio.get_running_loop().create_server(
-                protocol,
-                sock=sock,
-                ssl=self._certificate,
-                backlog=self.config.backlog,
-                **timeouts,
-            )
+            Listener(sock, self._connections, protocol, self._certificate, self.config.backlog)  # type: ignore[misc]
             for sock in sockets or []
         ]
         self.started = True
