@@ -52,9 +52,6 @@ class BoundedParser(h11.Connection):
         except h11.RemoteProtocolError as error:
             self.refusal = self.refusal or _refusal(error)
             raise
-        except ValueError as error:  # Python reads no integer of more than 4300 digits
-            self.refusal = RequestError("the content-length is no number of bytes", code="invalid_http")
-            raise h11.RemoteProtocolError(str(self.refusal)) from error
         return event
 
     def _check_head(self) -> None:
