@@ -136,10 +136,11 @@ def test_endless_trailers_are_refused(server: Server) -> None:
     [
         b"nonsense\r\n\r\n",
         HEAD + b"content-length: x\r\n\r\n",
+        HEAD + b"content-length: " + b"9" * 5_000 + b"\r\n\r\n",
         HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         CHUNKED + b"zz\r\n",
     ],
-    ids=["line", "length", "both", "chunk"],
+    ids=["line", "length", "digits", "both", "chunk"],
 )
 def test_what_is_no_http_is_told_so_like_every_error(server: Server, lines: bytes) -> None:
     with server.connect(lines) as sock:

@@ -162,6 +162,37 @@ def test_millions_of_little_lists_do_not_occupy_the_garbage_collector(items: str
     assert sum(stats["collections"] for stats in gc.get_stats()) - num_collections < 5
 
 
+MANY = 300_000
+LIMITS = Limits(max_prompts=100, max_model_len=1000, max_call_tokens=1000)
+
+
+@pytest.mark.parametrize(
+    ("parse", "body"),
+    [
+        (parse_completion, '{"prompt": "a",' + ",".join(f'"k{number}":1' for number in range(MANY)) + "}"),
+        (parse_chat, '{"messages": [' + ",".join(['{"role":"user"}'] * MANY) + "]}"),
+        (parse_completion, '{"prompt": "a", "stop": [' + ",".join(['"\\\\\\\\"'] * MANY) + "]}"),
+        (parse_completion, '{"prompt": "a", "stop_token_ids": [' + ",".join(["1"] * 4 * MANY) + "]}"),
+    ],
+    ids=["names", "messages", "stops", "ids"],
+)
+def test_bodies_of_very_many_items_are_refused_before_they_are_decoded(parse: Any, body: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        parse(body.encode(), LIMITS)
+    assert refused.value.code == "request_too_large"
+
+
+def test_quotes_in_a_text_are_no_items() -> None:
+    text = 'she said "no\\", ' * MANY
+    assert parse_completion(json.dumps({"prompt": text}).encode(), LIMITS).prompts == [text]
+
+
+@pytest.mark.parametrize("body", ['{"prompt": "a", "n": 1, "n": 2}', '{"prompt": "a", "prompt": ["b\\""]}'])
+def test_a_name_given_twice_is_refused(body: str) -> None:
+    with pytest.raises(RequestError, match="twice"):
+        parse_completion(body.encode())
+
+
 def test_too_many_prompts_or_ids_are_refused_before_they_are_looked_at() -> None:
     limits = Limits(max_prompts=2, max_model_len=4)
     for prompt, text in (

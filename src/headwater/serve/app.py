@@ -162,7 +162,7 @@ class _Server:
         too_large = RequestError(
             f"the body is larger than the {limit} bytes this server takes", code="request_too_large"
         )
-        # The parser has checked that it is a number, of at most 20 digits.
+        # The parser has checked that it is a number.
         if int(request.headers.get("content-length", 0)) > limit:
             raise too_large
         body = bytearray()

@@ -37,7 +37,11 @@ MAX_MESSAGES = 4096
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Role → how chat templates call it. OpenAI's newer models say developer where the older ones say system."""
 TOOL_ROLES = ("tool", "function")
+MAX_STRINGS = 1 << 17
+"""Names and texts in one body, besides its prompts: decoding millions of them keeps every thread for seconds."""
 MAX_STOP_CHARS = 1000
+MAX_STOPS_BYTES = 1 << 20
+"""Of `stop` and of `stop_token_ids` in the body."""
 MAX_SALT_CHARS = 128
 SALT_FORBIDS = "@/\\\0"
 """vLLM's server has the same rules, so a salt that one of them takes is good for both."""
@@ -172,7 +176,7 @@ def too_long(num_tokens: int, max_model_len: int, param: str) -> RequestError:
 
 def parse_chat(body: bytes, limits: Limits = NO_LIMITS) -> Call:
     """A chat request. Raises RequestError, naming the parameter, for what is wrong or not supported."""
-    request = _parse(body, ChatRequest)
+    request = _parse(body, ChatRequest, limits)
     if not 1 <= len(request.messages) <= MAX_MESSAGES:
         text = f"there are {len(request.messages)} messages; expected 1 to {MAX_MESSAGES}"
         raise RequestError(text, param="messages")
@@ -191,7 +195,7 @@ def parse_chat(body: bytes, limits: Limits = NO_LIMITS) -> Call:
 
 def parse_completion(body: bytes, limits: Limits = NO_LIMITS) -> Call:
     """A completion request. Raises RequestError, naming the parameter, for what is wrong or not supported."""
-    request = _parse(body, CompletionRequest)
+    request = _parse(body, CompletionRequest, limits)
     return _call(
         request,
         is_chat=False,
@@ -216,15 +220,31 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 _Request = TypeVar("_Request", ChatRequest, CompletionRequest)
 
 
-def _parse(body: bytes, kind: type[_Request]) -> _Request:
+def _parse(body: bytes, kind: type[_Request], limits: Limits) -> _Request:
+    # A quote inside a string has a backslash before it; that the end of a string may have one, too, halves the count
+    # at most.
+    num_quotes = body.count(b'"')
+    if num_quotes - body.count(b'\\"') > 2 * (MAX_STRINGS + limits.max_prompts):
+        text = f"the body has more than {MAX_STRINGS} names and texts, which is what this server takes"
+        raise RequestError(text, code="request_too_large")
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         check_fields(fields, *_TABLES[kind], elsewhere=_ELSEWHERE[kind])
+        _check_sizes(fields)
+        # Known names have two quotes, so what is left over belongs to a name that came before.
+        if num_quotes != sum(2 + bytes(raw).count(b'"') for raw in fields.values()):
+            raise RequestError("a parameter is given twice")
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _as_request_error(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
+
+
+def _check_sizes(fields: dict[str, msgspec.Raw]) -> None:
+    for name in ("stop", "stop_token_ids"):
+        if name in fields and memoryview(fields[name]).nbytes > MAX_STOPS_BYTES:
+            raise RequestError(f"{name} has more than {MAX_STOPS_BYTES} bytes", param=name, code="request_too_large")
 
 
 def _as_request_error(text: str) -> RequestError:
