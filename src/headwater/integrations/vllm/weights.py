@@ -93,21 +93,28 @@ def loaded_files(config: Any) -> LoadedFiles:
     return LoadedFiles(path, names, config_folder(config.model_config))
 
 
-def check_sources(model: Any) -> None:
-    """Raise DeclinedError for a model whose class loads from further places, or chooses files itself. For workers:
-    they have imported the class already."""
-    import inspect
-
+def model_class(model: Any) -> type:
+    """The class that vLLM runs. For workers: they have imported it already. Raises DeclinedError."""
     from vllm.model_executor.model_loader import get_model_cls
 
     try:
-        model_class = get_model_cls(model)
-        own = [part for part in model_class.__mro__ if part.__module__.startswith("vllm.")]
+        return get_model_cls(model)
+    except Exception as error:
+        raise DeclinedError(f"the class of this model cannot be looked at: {error}") from error
+
+
+def check_sources(model: Any) -> None:
+    """Raise DeclinedError for a model whose class loads from further places, or chooses files itself. For workers."""
+    import inspect
+
+    found = model_class(model)
+    try:
+        own = [part for part in found.__mro__ if part.__module__.startswith("vllm.")]
         sources = "".join(map(inspect.getsource, own))
     except Exception as error:
         raise DeclinedError(f"the class of this model cannot be looked at: {error}") from error
-    if "self.secondary_weights" in sources or getattr(model_class, "allow_patterns_overrides", None) is not None:
-        raise DeclinedError(f"{model_class.__name__} loads weights from further places, which are not named yet")
+    if "self.secondary_weights" in sources or getattr(found, "allow_patterns_overrides", None) is not None:
+        raise DeclinedError(f"{found.__name__} loads weights from further places, which are not named yet")
 
 
 def server_name(config: Any) -> bytes:
