@@ -163,6 +163,49 @@ def test_remote_code_counts_or_is_declined(moe: Path, tmp_path: Path) -> None:
         name(config)
 
 
+def test_code_in_packages_counts(moe: Path, tmp_path: Path) -> None:
+    path = changed(moe, tmp_path / "model")
+    config = engine(path, trust_remote_code=True)
+    config.model_config.hf_config.auto_map = {"AutoConfig": "code/acme.AcmeConfig"}
+    names = [name(config)]
+    (path / "code" / "more").mkdir(parents=True)
+    for file in ("code/acme.py", "code/more/rope.py", "code/more/rope.json"):
+        for content in ("a = 1", "a = 2"):
+            (path / file).write_text(content)
+            names.append(name(config))
+    assert len(set(names)) == len(names)
+    (path / "code" / "elsewhere").symlink_to(tmp_path)
+    with pytest.raises(DeclinedError, match="links to directories"):
+        name(config)
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json", "tokenizer_config.json"])
+def test_code_of_image_processors_counts(qwen3: Path, tmp_path: Path, file: str) -> None:
+    config = llava(tmp_path / "llava", qwen3)
+    folder = Path(config.model_config.model)
+    config.model_config.trust_remote_code = True
+    (folder / "acme.py").write_text("SCALE = 1")
+    names = [name(config)]
+    (folder / file).write_text(json.dumps({"auto_map": {"AutoImageProcessor": "acme.AcmeImageProcessor"}}))
+    names.append(name(config))
+    (folder / "acme.py").write_text("SCALE = 2")
+    assert len({*names, name(config)}) == 3
+    (folder / file).write_text(json.dumps({"auto_map": {"AutoImageProcessor": "someone/else--acme.Processor"}}))
+    with pytest.raises(DeclinedError, match="another repository"):
+        name(config)
+
+
+def test_a_class_of_a_plugin_does_not_have_the_name_of_vllms(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import ModelRegistry
+
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    config = engine(qwen3)
+    name(config)
+    ModelRegistry.register_model("Qwen3ForCausalLM", "elsewhere:OtherQwen3")
+    with pytest.raises(DeclinedError, match="not vLLM's own class"):
+        name(config)
+
+
 def llava(folder: Path, qwen3: Path, processor: dict[str, Any] | None = None, **changes: Any) -> Any:
     """As much of vLLM's configuration of a model with images as a name needs."""
     import transformers

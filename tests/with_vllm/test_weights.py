@@ -196,11 +196,12 @@ def test_ignored_files_count_only_if_they_are_loaded(hub: Path, tmp_path: Path) 
     assert name_weights(rest, OPTIONS) != safe
 
 
-@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "modeling_tiny.py"])
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "modeling_tiny.py", "code/x.py"])
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_config_that_is_replaced_or_added_while_the_server_starts(tmp_path: Path, name: str, is_new: bool) -> None:
     """They count in the identity, as they are when it is made; vLLM has read them before."""
     model = write(tmp_path / "model", model_DOT_safetensors=b"weights", config_DOT_json=b"{}")
+    (model / name).parent.mkdir(exist_ok=True)
     if not is_new:
         (model / name).write_bytes(b"{ }")
     config = started(config_of(model))
