@@ -16,6 +16,7 @@ from headwater.engine.identity import engine_identity
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.identity import server_identity
 from headwater.integrations.vllm.options import read_options
+from headwater.integrations.vllm.variables import HARMLESS_VARIABLES
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.config_keys import HARMLESS
 
@@ -121,6 +122,37 @@ def test_options_that_change_numbers_are_part_of_the_name(
         with pytest.raises(DeclinedError, match=variable):
             name(config)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("VLLM_USE_DEEP_GEMM_E8M0", "0"),
+        ("VLLM_USE_DEEP_GEMM", "0"),
+        ("VLLM_DISABLED_KERNELS", "MarlinLinearKernel"),
+        ("VLLM_USE_TRITON_AWQ", "1"),
+        ("VLLM_ROCM_USE_AITER_FP8BMM", "0"),
+        ("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic"),
+        ("NVIDIA_TF32_OVERRIDE", "1"),
+    ],
+)
+def test_variables_count_unless_they_are_known_to_change_nothing(
+    moe: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    config = engine(moe)
+    before = name(config)
+    for harmless in ("VLLM_LOGGING_LEVEL", "VLLM_CPU_KVCACHE_SPACE", "VLLM_VERSION", "VLLM_SERVER_DEV_MODE"):
+        monkeypatch.setenv(harmless, "1")
+    assert name(config) == before
+    monkeypatch.setenv(variable, value)
+    assert name(config) != before
+
+
+def test_harmless_variables_are_vllms() -> None:
+    """A name that vLLM does not have is a slip of the pen."""
+    from vllm import envs
+
+    assert not HARMLESS_VARIABLES - set(envs.environment_variables)
 
 
 def test_the_length_counts_where_a_rope_type_reads_it(qwen3: Path, tmp_path: Path) -> None:
