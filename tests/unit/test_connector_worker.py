@@ -308,6 +308,20 @@ def test_a_worker_that_is_left_fails_what_it_had_begun_and_what_follows(mode: st
         assert idle.take_finished() == ({"a", "b"} if mode == "async" else set())
 
 
+@pytest.mark.parametrize("mode", ["async", "layerwise", "blocking"])
+def test_loads_that_are_refused_have_failed_and_the_next_ones_come(mode: str) -> None:
+    with rank() as r:
+        chunks = r.chunks(1)
+        r.fill(chunks)
+        r.side.refuse_loads(StepOrders(loads=(LoadOrder(r.job("a", chunks, A), mode=mode),)))
+        assert not r.side.follows_layers
+        assert r.side.take_report().ended == {"a": (0,)}
+        assert r.side.take_failed_blocks() >= set(A)
+        assert r.side.take_finished() == ({"a"} if mode == "async" else set())
+        r.side.start_loads(StepOrders(loads=(LoadOrder(r.job("b", chunks, B), mode="blocking"),)))
+        assert r.side.take_report().ended == {"b": (len(chunks),)}
+
+
 def test_an_end_that_nobody_expects_is_ignored() -> None:
     arrivals = Arrivals(BLOCK, DUMMY)
     arrivals.end("nobody", 3)

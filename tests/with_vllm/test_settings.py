@@ -16,6 +16,7 @@ from headwater.engine.identity import engine_identity
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.identity import server_identity
 from headwater.integrations.vllm.options import read_options
+from headwater.integrations.vllm.variables import HARMLESS_VARIABLES
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.config_keys import HARMLESS
 
@@ -123,6 +124,37 @@ def test_options_that_change_numbers_are_part_of_the_name(
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("VLLM_USE_DEEP_GEMM_E8M0", "0"),
+        ("VLLM_USE_DEEP_GEMM", "0"),
+        ("VLLM_DISABLED_KERNELS", "MarlinLinearKernel"),
+        ("VLLM_USE_TRITON_AWQ", "1"),
+        ("VLLM_ROCM_USE_AITER_FP8BMM", "0"),
+        ("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic"),
+        ("NVIDIA_TF32_OVERRIDE", "1"),
+    ],
+)
+def test_variables_count_unless_they_are_known_to_change_nothing(
+    moe: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    config = engine(moe)
+    before = name(config)
+    for harmless in ("VLLM_LOGGING_LEVEL", "VLLM_CPU_KVCACHE_SPACE", "VLLM_VERSION", "VLLM_SERVER_DEV_MODE"):
+        monkeypatch.setenv(harmless, "1")
+    assert name(config) == before
+    monkeypatch.setenv(variable, value)
+    assert name(config) != before
+
+
+def test_harmless_variables_are_vllms() -> None:
+    """A name that vLLM does not have is a slip of the pen."""
+    from vllm import envs
+
+    assert not HARMLESS_VARIABLES - set(envs.environment_variables)
+
+
 def test_the_length_counts_where_a_rope_type_reads_it(qwen3: Path, tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 256}
     long = changed(qwen3, tmp_path / "long", rope_parameters=THETA | factors | {"rope_type": "longrope", "factor": 16})
@@ -160,6 +192,49 @@ def test_remote_code_counts_or_is_declined(moe: Path, tmp_path: Path) -> None:
     assert len({before, one, name(config)}) == 3
     config.model_config.hf_config.auto_map = {"AutoModel": "someone/else--modeling.Model"}
     with pytest.raises(DeclinedError, match="another repository"):
+        name(config)
+
+
+def test_code_in_packages_counts(moe: Path, tmp_path: Path) -> None:
+    path = changed(moe, tmp_path / "model")
+    config = engine(path, trust_remote_code=True)
+    config.model_config.hf_config.auto_map = {"AutoConfig": "code/acme.AcmeConfig"}
+    names = [name(config)]
+    (path / "code" / "more").mkdir(parents=True)
+    for file in ("code/acme.py", "code/more/rope.py", "code/more/rope.json"):
+        for content in ("a = 1", "a = 2"):
+            (path / file).write_text(content)
+            names.append(name(config))
+    assert len(set(names)) == len(names)
+    (path / "code" / "elsewhere").symlink_to(tmp_path)
+    with pytest.raises(DeclinedError, match="links to directories"):
+        name(config)
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json", "tokenizer_config.json"])
+def test_code_of_image_processors_counts(qwen3: Path, tmp_path: Path, file: str) -> None:
+    config = llava(tmp_path / "llava", qwen3)
+    folder = Path(config.model_config.model)
+    config.model_config.trust_remote_code = True
+    (folder / "acme.py").write_text("SCALE = 1")
+    names = [name(config)]
+    (folder / file).write_text(json.dumps({"auto_map": {"AutoImageProcessor": "acme.AcmeImageProcessor"}}))
+    names.append(name(config))
+    (folder / "acme.py").write_text("SCALE = 2")
+    assert len({*names, name(config)}) == 3
+    (folder / file).write_text(json.dumps({"auto_map": {"AutoImageProcessor": "someone/else--acme.Processor"}}))
+    with pytest.raises(DeclinedError, match="another repository"):
+        name(config)
+
+
+def test_a_class_of_a_plugin_does_not_have_the_name_of_vllms(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import ModelRegistry
+
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    config = engine(qwen3)
+    name(config)
+    ModelRegistry.register_model("Qwen3ForCausalLM", "elsewhere:OtherQwen3")
+    with pytest.raises(DeclinedError, match="not vLLM's own class"):
         name(config)
 
 

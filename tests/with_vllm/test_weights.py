@@ -196,11 +196,12 @@ def test_ignored_files_count_only_if_they_are_loaded(hub: Path, tmp_path: Path) 
     assert name_weights(rest, OPTIONS) != safe
 
 
-@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "modeling_tiny.py"])
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "modeling_tiny.py", "code/x.py"])
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_config_that_is_replaced_or_added_while_the_server_starts(tmp_path: Path, name: str, is_new: bool) -> None:
     """They count in the identity, as they are when it is made; vLLM has read them before."""
     model = write(tmp_path / "model", model_DOT_safetensors=b"weights", config_DOT_json=b"{}")
+    (model / name).parent.mkdir(exist_ok=True)
     if not is_new:
         (model / name).write_bytes(b"{ }")
     config = started(config_of(model))
@@ -306,6 +307,37 @@ def test_vllm_tells_us_before_it_loads(qwen3: Path, multi: bool) -> None:
     assert noted(pickle.loads(pickle.dumps(config))) == states
     assert name_weights(config, OPTIONS).startswith("sha256:")
     assert before.server_start_ns(config) <= time.time_ns()
+
+
+def test_a_config_that_is_replaced_after_vllm_has_read_it_and_before_it_tells_us(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(qwen3, tmp_path / "model")
+    find = before._config_in_the_making
+    transfer = KVTransferConfig(
+        kv_connector="HeadwaterConnector", kv_connector_module_path="headwater.integrations.vllm", kv_role="kv_both"
+    )
+
+    def find_and_deploy() -> Any:
+        content = json.loads((model / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+        (model / "config.json").write_text(json.dumps(content))
+        return find()
+
+    monkeypatch.setattr(before, "_config_in_the_making", find_and_deploy)
+    config = EngineArgs(model=str(model), dtype="float32", kv_transfer_config=transfer).create_engine_config()
+    assert noted(config) is None
+    with pytest.raises(DeclinedError, match="restart to use the pool"):
+        name_weights(config, OPTIONS)
+
+
+def test_a_config_of_a_commit_that_was_edited_in_place(hub: Path) -> None:
+    now = str(time.time_ns())
+    pinned = config_of("acme/tiny", download_dir=str(hub), revision=COMMIT, instance_id=now)
+    assert name_weights(pinned, OPTIONS).startswith("sha256:")
+    config = hub / "models--acme--tiny" / "snapshots" / COMMIT / "config.json"
+    config.resolve().write_bytes(b'{"a": 1}')
+    with pytest.raises(DeclinedError, match="restart to use the pool"):
+        name_weights(pinned, OPTIONS)
 
 
 def test_the_class_is_found_without_a_configuration_too() -> None:

@@ -147,6 +147,14 @@ class WorkerSide:
         elif orders.is_idle and self._arrivals.has():
             self._arrivals.wait_any(IDLE_WAIT_S)
 
+    def refuse_loads(self, orders: StepOrders) -> None:
+        """Load nothing of these orders: their blocks have to be computed."""
+        self._begun = orders
+        self._arrivals.fail_blocks(orders.wrong_blocks)
+        self._arrivals.expect(orders.loads)
+        for order in orders.loads:
+            self._arrivals.end(order.job.request_id, 0)
+
     @property
     def follows_layers(self) -> bool:
         """Whether the coming step should call `before_layer` and `after_layer`."""

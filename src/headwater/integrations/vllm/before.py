@@ -8,6 +8,8 @@ files that are older than the server, and blobs of one commit of the Hugging Fac
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import sys
@@ -23,6 +25,11 @@ from headwater.kv.files import FileState, last_change
 
 _ATTRIBUTE = "_headwater_files"
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_TOKENS = ("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab", "chat_template")
+READ_LATER = frozenset(f"{name}.json" for name in (*_TOKENS, "generation_config"))
+"""Files that do not count."""
+_NAMED_ELSEWHERE = frozenset({"dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path"})
+"""Keys of a config that count by what vLLM made of them, or not at all."""
 START_MARGIN_NS = 2_000_000_000
 """How much older than the server a file must be: clocks of file systems and of processes tick coarsely."""
 RANKS_APART_NS = 60_000_000_000
@@ -32,8 +39,45 @@ RANKS_APART_NS = 60_000_000_000
 def note_files() -> None:
     """Take the state of the files, if vLLM is making its configuration right now. Never raises."""
     config = _config_in_the_making()
-    if config is not None and noted(config) is None:
+    if config is not None and noted(config) is None and not _read_before(config):
         note_files_of(config)
+
+
+def _read_before(config: Any) -> bool:
+    """Whether a file that vLLM has read by now may have been replaced since: it is younger than the server, and not
+    what vLLM holds of it. Without a note, such a file leaves the server without a pool."""
+    from headwater.integrations.vllm.weights import loaded_files
+
+    try:
+        loaded = loaded_files(config)
+        read = [state for state in loaded.states() if state.name not in loaded.names]
+        young = [state for state in _uncertain(read, config) if _is_young(state, config)]
+        return not all(_is_held(state, config.model_config) for state in young)
+    except (HeadwaterError, DeclinedError, OSError, AttributeError, ValueError):
+        return True
+
+
+def _is_young(state: FileState, config: Any) -> bool:
+    return last_change([state])[1] >= server_start_ns(config) - START_MARGIN_NS
+
+
+def _is_held(state: FileState, model: Any) -> bool:
+    """Whether vLLM holds what the file says now, or reads it only later."""
+    name = Path(state.name).name
+    if name in READ_LATER or name.endswith(".index.json"):
+        return True
+    if name != "config.json":
+        return False
+    held = _as_json(model.hf_config.to_dict())
+    said = json.loads(Path(state.path).read_bytes())
+    meant = _as_json(type(model.hf_config).from_dict(dict(said)).to_dict())
+    keys = (said.keys() | meant.keys()) - _NAMED_ELSEWHERE
+    return all(held.get(key) in (meant.get(key), said.get(key, meant.get(key))) for key in keys)
+
+
+def _as_json(value: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(value, default=str))
+    return plain
 
 
 def note_files_of(config: Any) -> None:
@@ -113,7 +157,16 @@ def _is_pinned(state: FileState, commit: str) -> bool:
         and snapshot.parent.name == "snapshots"
         and blob.parent == snapshot.resolve().parents[1] / "blobs"
         and _BLOB.fullmatch(blob.name) is not None
+        and (not state.name.endswith((".json", ".py")) or _is_whole(blob))
     )
+
+
+def _is_whole(blob: Path) -> bool:
+    """Whether a blob's content is what its name says. (Weights are compared when they are read.)"""
+    content = blob.read_bytes()
+    if len(blob.name) == 64:
+        return hashlib.sha256(content).hexdigest() == blob.name
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == blob.name
 
 
 def _config_in_the_making() -> Any | None:

@@ -35,6 +35,7 @@ from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import as_vllm_event
 from headwater.integrations.vllm.messages import Greeting, StepMetadata, WorkerMetadata
 from headwater.integrations.vllm.options import read_options, settle_load_mode
+from headwater.integrations.vllm.reloads import Freshness
 from headwater.integrations.vllm.startup import (
     SEVERAL_HOSTS,
     TWO_NAMES,
@@ -80,6 +81,9 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         events = vllm_config.kv_events_config
         self._events = Announcements() if events is not None and events.enable_kv_cache_events else NoListener()
         self._has_told_home = False
+        self._freshness = Freshness(self._options.epoch)
+        self._epoch = self._options.epoch
+        self._stale_epoch: int | None = None
         self._reporter = Reporter()
         self.step_seconds = 0.0
         """Time of the thread that runs the model, spent here since the start."""
@@ -108,7 +112,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         """How much the pool has beyond that, and whether vLLM is to go on without the request meanwhile."""
         found: tuple[int | None, bool] = 0, False
         with self._survive():
-            if self._steps is not None:
+            if self._steps is not None and self._epoch != self._stale_epoch:
                 found = self._steps.match(request, num_computed_tokens)
         return found
 
@@ -150,6 +154,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         if reason := (report.declined if report is not None else "") or self._why_apart(homes):
             self._switch_off(reason)
             return
+        if isinstance(told, WorkerMetadata) and self._epoch in told.stale:
+            self._stale_epoch = self._epoch
         with self._survive():
             self._steps.hear(report, connector_output.invalid_block_ids or set())
 
@@ -171,7 +177,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin an epoch of this server's own: nobody else's chunks are touched, and none of them is used again."""
         with self._survive():
             if self._steps is not None and self._member is not None:
-                self._steps.start_epoch(self._member.space(new_epoch()))
+                self._epoch = new_epoch()
+                self._steps.start_epoch(self._member.space(self._epoch))
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -215,6 +222,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- the worker side ----------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Prove where the KV lies, and join the pool."""
+        self._freshness = Freshness(self._options.epoch)
         try:
             self._worker, self._member = start_working(
                 self._vllm_config, self._kv_cache_config, self._options, kv_caches
@@ -252,7 +260,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         """The first thing of every step: take what is to be saved before anything is written."""
         assert isinstance(kv_connector_metadata, StepMetadata)
         with self._survive_in_worker():
-            self._worker.start_step(kv_connector_metadata.orders)
+            self._worker.start_step(self._freshness.admit(kv_connector_metadata.orders))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Just before the forward pass: the adapters of this step are loaded, and nothing of it is saved."""
@@ -270,7 +278,10 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         with self._survive_in_worker():
-            self._worker.start_loads(metadata.orders)
+            if self._freshness.is_stale and isinstance(self._worker, WorkerSide):
+                self._worker.refuse_loads(metadata.orders)
+            else:
+                self._worker.start_loads(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for one layer, where loads go along with the step."""
@@ -315,7 +326,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         report, homes = self._worker.take_report(), frozenset[str]()
         if not self._has_told_home and self._member is not None:
             homes, self._has_told_home = frozenset([self._member.home]), True
-        return WorkerMetadata(report, homes) if report or homes else None
+        stale = self._freshness.epochs()
+        return WorkerMetadata(report, homes, stale) if report or homes or stale else None
 
     def _layer(self, layer_name: str) -> int:
         if (layer := self._layers.get(layer_name)) is None:

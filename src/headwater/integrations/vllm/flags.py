@@ -10,6 +10,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from headwater.integrations.vllm.declined import DeclinedError
+from headwater.integrations.vllm.variables import HARMLESS_VARIABLES
 
 _HARMLESS: dict[str, frozenset[str]] = {
     reason: frozenset(names.split())
@@ -57,22 +58,8 @@ _COUNTED: dict[str, tuple[str, ...]] = {
 """Options of other groups that count. Which kernel multiplies is rounding for plain weights and may be another
 precision for quantised ones; all else in these groups is rounding or speed."""
 
-_COUNTED_VARIABLES = (
-    "VLLM_FLOAT32_MATMUL_PRECISION",
-    "VLLM_CPU_INT4_W4A8",
-    "VLLM_MARLIN_INPUT_DTYPE",
-    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
-    "VLLM_HUMMING_USE_F16_ACCUM",
-    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
-    "VLLM_B12X_MOE_FP4_FORCE_A16",
-    "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE",
-    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
-    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
-    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
-    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
-)
-"""Environment variables that let vLLM compute in another precision than the model's."""
+_FURTHER_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
+"""Environment variables of libraries that let vLLM compute in another precision than the model's."""
 
 _DECLINED_VARIABLES = ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_TEST_FORCE_LOAD_FORMAT")
 """Environment variables that let vLLM run something else than the model."""
@@ -94,7 +81,20 @@ def counted_flags(config: Any) -> dict[str, Any]:
         found |= {f"{group}.{name}": changed[name] for name in names if name in changed}
     if getattr(config, "additional_config", None):
         found["additional_config"] = config.additional_config
-    return found | {name: os.environ[name] for name in _COUNTED_VARIABLES if name in os.environ}
+    return found | counted_variables()
+
+
+def counted_variables() -> dict[str, str]:
+    """Environment variables of vLLM that are set and may change numbers: all of its own, but those that are known to
+    change none."""
+    names = [name for name in os.environ if name in _FURTHER_VARIABLES or _is_vllms(name)]
+    return {name: os.environ[name] for name in sorted(names) if name not in HARMLESS_VARIABLES}
+
+
+def _is_vllms(name: str) -> bool:
+    from vllm import envs
+
+    return name.startswith("VLLM_") and name in envs.environment_variables
 
 
 def _decline_what_has_no_name(config: Any) -> None:

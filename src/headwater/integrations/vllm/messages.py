@@ -29,11 +29,13 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     report: StepReport
     homes: frozenset[str] = frozenset()
     """`Membership.home` of the workers, in the first report of each."""
+    stale: frozenset[int] = frozenset()
+    """Epochs in which weights were changed: their KV is neither saved nor loaded any more."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """The reports of two ranks as one."""
         assert isinstance(other, WorkerMetadata)
-        return WorkerMetadata(self.report.merged(other.report), self.homes | other.homes)
+        return WorkerMetadata(self.report.merged(other.report), self.homes | other.homes, self.stale | other.stale)
 
 
 @dataclass

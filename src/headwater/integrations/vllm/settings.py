@@ -17,7 +17,7 @@ from typing import Any
 from headwater.errors import ModelError
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.flags import counted_flags
-from headwater.integrations.vllm.weights import config_folder, local_path
+from headwater.integrations.vllm.weights import config_folder, list_code, local_path
 from headwater.models.config import FAMILIES, ModelConfig
 from headwater.models.config_hf import config_from_hf
 from headwater.models.config_keys import HARMLESS
@@ -70,6 +70,7 @@ def name_rope(config: Any) -> Mapping[str, Any]:
 
     Raises DeclinedError where vLLM would read past the end of its rope table.
     """
+    check_class(config.model_config)
     _check_rope_table(config.model_config)
     known = _as_reference(config)
     if known is None:
@@ -156,9 +157,7 @@ def _json_digests(model: Any, directory: Path) -> Iterator[tuple[str, str]]:
     is_text = model.architecture in SEARCHED and getattr(model, "multimodal_config", None) is None
     for path in sorted(directory.glob("*.json")):
         name = path.name
-        if is_text and name not in _READ_FOR_TEXT and "quant" not in name:
-            continue
-        if name in _NEVER_READ or name.endswith(".index.json"):
+        if not _is_read(model, name):
             continue
         if name == "config.json":
             harmless = HARMLESS if is_text else _WRITER
@@ -168,14 +167,61 @@ def _json_digests(model: Any, directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def _remote_code(model: Any) -> dict[str, str]:
-    """Digests of the Python files beside the weights, where the config refers to any and vLLM may run them."""
-    auto_map = getattr(model.hf_config, "auto_map", None)
-    if not auto_map or not getattr(model, "trust_remote_code", False):
+    """Digests of the code below the weights, where a config refers to any and vLLM may run it: code of the model, and
+    of the processors of its images."""
+    if not getattr(model, "trust_remote_code", False):
         return {}
-    path = local_path(model)
-    if "--" in json.dumps(auto_map, default=str) or not path.is_dir():
+    folders = [path for path in (local_path(model), config_folder(model)) if path is not None and path.is_dir()]
+    maps = [getattr(model.hf_config, "auto_map", None)]
+    for path in (path for folder in folders for path in folder.glob("*.json")):
+        if _is_read(model, path.name):
+            maps += _auto_maps(path)
+    if not any(maps):
+        return {}
+    if "--" in json.dumps(maps, default=str) or not folders:
         raise DeclinedError("the model's code lies in another repository (auto_map), and may change there")
-    return {file.name: _file_digest(file) for file in sorted(path.glob("*.py"))}
+    found = {f"{number}/{name}": path for number, folder in enumerate(folders) for name, path in _code(folder)}
+    return {name: _file_digest(path) for name, path in sorted(found.items())}
+
+
+def _code(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Python files, and the JSON files of packages; those beside the weights count or not as configs."""
+    for name, path in list_code(folder).items():
+        if name.endswith(".py") or "/" in name:
+            yield name, path
+
+
+def _auto_maps(path: Path) -> list[Any]:
+    """What a JSON file says of code, if anything."""
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError:
+        return []  # nor can vLLM read it
+    except OSError as error:
+        raise DeclinedError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    return [values["auto_map"]] if isinstance(values, Mapping) and values.get("auto_map") else []
+
+
+def _is_read(model: Any, name: str) -> bool:
+    """Whether a JSON file beside the weights may change what is computed. Processors of images read the tokenizer's
+    config, which for text alone decides about tokens."""
+    if name.endswith(".index.json"):
+        return False
+    if getattr(model, "multimodal_config", None) is not None:
+        return name not in _NEVER_READ or name == "tokenizer_config.json"
+    if model.architecture in SEARCHED:
+        return name in _READ_FOR_TEXT or "quant" in name
+    return name not in _NEVER_READ
+
+
+def check_class(model: Any) -> None:
+    """Raise DeclinedError where a plugin runs a class of its own under the name of this architecture."""
+    from vllm import ModelRegistry
+
+    entry = ModelRegistry.models.get(model.architecture)
+    found = getattr(entry, "module_name", None) or getattr(getattr(entry, "model_cls", None), "__module__", None)
+    if entry is not None and not str(found).startswith("vllm.model_executor.models."):
+        raise DeclinedError(f"{model.architecture} is not vLLM's own class, but one of {found}, which has no name")
 
 
 def _reads_length(model: Any) -> bool:

@@ -21,9 +21,10 @@ from headwater.integrations.vllm.identity import server_identity, server_spec, w
 from headwater.integrations.vllm.layout import layer_tensors
 from headwater.integrations.vllm.options import Options
 from headwater.integrations.vllm.probe import prove_view
+from headwater.integrations.vllm.reloads import watch_reloads
 from headwater.integrations.vllm.stats import PoolFigures
 from headwater.integrations.vllm.steps import NULL_BLOCK, Steps
-from headwater.integrations.vllm.weights import check_sources, name_weights
+from headwater.integrations.vllm.weights import check_sources, model_class, name_weights
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology
@@ -131,6 +132,7 @@ def start_working(
 ) -> tuple[WorkerSide, Membership]:
     """A worker side, once its caches are there. All ranks call it together. Raises DeclinedError."""
     check_hosts(config.parallel_config)
+    watch_reloads(model_class(config.model_config))
     weights = _weights_of_all_ranks(config, options)
     if config.lora_config is not None:
         watch_loads()

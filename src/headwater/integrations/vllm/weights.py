@@ -22,6 +22,9 @@ _BY_DEFAULT_LOADER = ("auto", "safetensors", "pt", "hf", "fastsafetensors", "ins
 _BY_STREAMER = ("runai_streamer",)
 """Load formats that read the checkpoint and change nothing."""
 
+MAX_CODE_FILES = 4096
+"""Directories with more configs and code than this are no model's."""
+
 
 class LoadedFiles(NamedTuple):
     """Where the weights lie, and the files of them that are loaded, by their names in that directory."""
@@ -35,9 +38,23 @@ class LoadedFiles(NamedTuple):
         """As they are now, with every config and every piece of code. Raises IdentityError."""
         files = {NamedFile(name, self.folder / name) for name in self.names}
         for prefix, folder in (("", self.folder), ("config/", self.config_folder)):
-            found = [path for kind in ("*.json", "*.py") for path in folder.glob(kind)] if folder else []
-            files |= {NamedFile(prefix + path.name, path) for path in found if path.stat().st_size}
+            found = list_code(folder) if folder else {}
+            files |= {NamedFile(prefix + name, path) for name, path in found.items() if path.stat().st_size}
         return take_states(files)
+
+
+def list_code(folder: Path) -> dict[str, Path]:
+    """Every JSON and Python file below a directory, by name: code may lie in packages. Raises DeclinedError."""
+    found: dict[str, Path] = {}
+    for here, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        paths = [Path(here, name) for name in names if name.endswith((".json", ".py"))]
+        found |= {path.relative_to(folder).as_posix(): path for path in paths}
+        if any(Path(here, name).is_symlink() for name in folders):
+            raise DeclinedError(f"{here!r} has links to directories, and code may lie behind them")
+        if len(found) > MAX_CODE_FILES:
+            raise DeclinedError(f"{str(folder)!r} holds more than {MAX_CODE_FILES} JSON and Python files")
+    return found
 
 
 def name_weights(config: Any, options: Options) -> str:
@@ -93,21 +110,29 @@ def loaded_files(config: Any) -> LoadedFiles:
     return LoadedFiles(path, names, config_folder(config.model_config))
 
 
-def check_sources(model: Any) -> None:
-    """Raise DeclinedError for a model whose class loads from further places, or chooses files itself. For workers:
-    they have imported the class already."""
-    import inspect
-
+def model_class(model: Any) -> type:
+    """The class that vLLM runs. For workers: they have imported it already. Raises DeclinedError."""
     from vllm.model_executor.model_loader import get_model_cls
 
     try:
-        model_class = get_model_cls(model)
-        own = [part for part in model_class.__mro__ if part.__module__.startswith("vllm.")]
+        found: type = get_model_cls(model)
+        return found
+    except Exception as error:
+        raise DeclinedError(f"the class of this model cannot be looked at: {error}") from error
+
+
+def check_sources(model: Any) -> None:
+    """Raise DeclinedError for a model whose class loads from further places, or chooses files itself. For workers."""
+    import inspect
+
+    found = model_class(model)
+    try:
+        own = [part for part in found.__mro__ if part.__module__.startswith("vllm.")]
         sources = "".join(map(inspect.getsource, own))
     except Exception as error:
         raise DeclinedError(f"the class of this model cannot be looked at: {error}") from error
-    if "self.secondary_weights" in sources or getattr(model_class, "allow_patterns_overrides", None) is not None:
-        raise DeclinedError(f"{model_class.__name__} loads weights from further places, which are not named yet")
+    if "self.secondary_weights" in sources or getattr(found, "allow_patterns_overrides", None) is not None:
+        raise DeclinedError(f"{found.__name__} loads weights from further places, which are not named yet")
 
 
 def server_name(config: Any) -> bytes:

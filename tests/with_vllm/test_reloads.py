@@ -1,0 +1,165 @@
+"""Weights that are changed while vLLM runs: their KV is not saved under the name of the old ones, and none of the old
+ones' is loaded, until an epoch of their own begins."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_hosts import Host
+from vllm import EngineArgs
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from headwater.bench.vllm_engine import SRC, EngineProcess
+from headwater.connector.orders import Job, SaveOrder, StepOrders
+from headwater.integrations.vllm.messages import WorkerMetadata
+from headwater.integrations.vllm.reloads import Freshness, watch_reloads
+
+from support import wait_until
+from vllm_models import hit_tokens, random_tokens, settings_of, wait_for_hits
+
+SAVE = SaveOrder(Job.of("a", [], np.zeros(1, np.int32)))
+
+
+class Model:
+    """As vLLM's models load."""
+
+    def load_weights(self, weights: Any) -> set[str]:
+        return set(weights)
+
+
+def attempt(change: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """One that fails half-way has changed something, too."""
+    with suppress(Exception):
+        change(*args, **kwargs)
+
+
+CHANGES: dict[str, Callable[[], None]] = {
+    "a reload": lambda: attempt(Worker.reload_weights, object.__new__(Worker), weights_path="other"),
+    "a reload by the runner": lambda: attempt(GPUModelRunner.reload_weights, object.__new__(GPUModelRunner)),
+    "a session of updates": lambda: attempt(Worker.start_weight_update, object.__new__(Worker)),
+    "an update": lambda: attempt(Worker.update_weights, object.__new__(Worker), {}),
+    "deep sleep": lambda: attempt(Worker.sleep, object.__new__(Worker), level=2),
+    "deep sleep, by position": lambda: attempt(Worker.sleep, object.__new__(Worker), 2),
+    "an extension that loads": lambda: attempt(Model().load_weights, ["w"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_a_change_of_weights_an_epoch_is_over(change: str) -> None:
+    for _ in range(2):
+        watch_reloads(Model)
+    freshness = Freshness(0)
+    orders = StepOrders(epoch=0, before=(SAVE,), during=(SAVE,))
+    assert freshness.admit(orders) == orders
+    attempt(Worker.sleep, object.__new__(Worker), level=1)
+    assert freshness.admit(orders) == orders, "light sleep keeps the weights"
+    CHANGES[change]()
+    for _ in range(2):
+        assert freshness.admit(orders) == StepOrders(epoch=0)
+        assert freshness.is_stale
+        assert freshness.epochs() == {0}
+    new = StepOrders(epoch=5, before=(SAVE,))
+    assert freshness.admit(new) == new
+    assert not freshness.is_stale
+    assert freshness.epochs() == frozenset()
+    CHANGES[change]()
+    assert freshness.admit(new) == StepOrders(epoch=5)
+
+
+def test_an_epoch_that_began_after_the_last_step_of_the_old_weights_is_fresh() -> None:
+    watch_reloads(Model)
+    freshness = Freshness(0)
+    freshness.admit(StepOrders(epoch=0))
+    CHANGES["a reload"]()
+    new = StepOrders(epoch=7, during=(SAVE,))
+    assert freshness.admit(new) == new
+
+
+@pytest.fixture(scope="module")
+def config(qwen3: Path) -> VllmConfig:
+    transfer = settings_of(qwen3, "shm:///pool?capacity=8MiB")["kv_transfer_config"]
+    arguments = EngineArgs(model=str(qwen3), dtype="float32", max_model_len=1024, kv_transfer_config=transfer)
+    return arguments.create_engine_config()
+
+
+def test_the_scheduler_side_hears_of_it_and_stops_asking(
+    config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(tmp_path / "here", monkeypatch)
+    worker = host.connector(config, KVConnectorRole.WORKER)
+    scheduler = host.connector(config, KVConnectorRole.SCHEDULER)
+    watch_reloads(Model)
+
+    def step() -> bool:
+        """Whether the scheduler side asks the pool after a step."""
+        asked: list[Any] = []
+        assert scheduler._steps is not None
+        orders = scheduler._steps.side.order([])
+        worker._freshness.admit(orders)
+        told: WorkerMetadata | None = pickle.loads(pickle.dumps(worker.build_connector_worker_meta()))
+        scheduler.update_connector_output(Output(told))
+        monkeypatch.setattr(scheduler._steps, "match", lambda *args: (asked.append(args), (0, False))[1])
+        scheduler.get_num_new_matched_tokens(None, 0)  # type: ignore[arg-type]
+        return bool(asked)
+
+    assert step()
+    CHANGES["a reload"]()
+    assert not step()
+    assert not step()
+    assert scheduler.reset_cache()
+    assert step()
+    assert step()
+
+
+class Output:
+    """As much of vLLM's KVConnectorOutput as is read."""
+
+    def __init__(self, told: WorkerMetadata | None) -> None:
+        self.kv_connector_worker_meta = told
+        self.invalid_block_ids: set[int] = set()
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.timeout(1800)
+def test_weights_reloaded_in_a_running_server(qwen3: Path, qwen3_twin: Path, pool_url: str, log_file: Path) -> None:
+    first, second = random_tokens(900, 600), random_tokens(901, 600)
+    environment = {"PYTHONPATH": f"{SRC}:{Path(__file__).parent}"}
+
+    def start(model: Path, pool: str | None) -> closing[EngineProcess]:
+        settings = settings_of(model, pool, environment=environment)
+        return closing(EngineProcess(log_file, settings, command=("reload_process",)))
+
+    def say(engine: EngineProcess, prompt: list[int]) -> tuple[list[int], int]:
+        said = engine.ask("generate", prompts=[prompt], max_tokens=12)
+        return said["tokens"][0], said["external"]
+
+    with start(qwen3, None) as plain:  # with vLLM's own reload: it leaves parts that it has repacked as they were
+        plain.ask("reload", path=str(qwen3_twin))
+        twins = [say(plain, prompt)[0] for prompt in (first, second)]
+    with start(qwen3, pool_url) as running:
+        said = say(running, first)[0]
+        assert said != twins[0], "the same answer from both weights tests nothing"
+        wait_for_hits(pool_url, [first])
+        running.ask("reload", path=str(qwen3_twin))
+        assert running.ask("reset")
+        assert say(running, first)[0] == twins[0]
+        assert say(running, second) == (twins[1], 0)
+        wait_until(lambda: "reset_connector=True" in log_file.read_text(), what="the advice in the log")
+        assert running.ask("reset", connector=True)
+        assert say(running, first) == (twins[0], 0)
+        wait_for_hits(pool_url, [first], whose=lambda identity: identity.epoch != 0)
+        assert running.ask("reset")
+        assert say(running, first) == (twins[0], hit_tokens(first))
+    with start(qwen3, pool_url) as other:
+        assert say(other, first) == (said, hit_tokens(first))
+        assert say(other, second)[1] == 0, "KV of the other weights was saved under this one's name"
