@@ -392,6 +392,19 @@ def test_a_directory_that_was_moved_in_place_is_younger_than_its_files(
         assert time.monotonic() < deadline
 
 
+def test_a_file_that_is_made_in_a_moved_directory_does_not_hide_the_move(model: Path) -> None:
+    before_ns = files.last_change(loaded_files(config_of(model)).states())[1]
+
+    def made_later() -> bool:
+        (model / ".deployed").unlink(missing_ok=True)
+        (model / ".deployed").touch()
+        return files.last_change(loaded_files(config_of(model)).states())[1] > before_ns
+
+    deadline = time.monotonic() + 10
+    while not made_later():
+        assert time.monotonic() < deadline
+
+
 def test_the_start_of_a_process_is_known() -> None:
     code = "from headwater.integrations.vllm.before import process_start_ns; print(process_start_ns())"
     earliest = time.time_ns()

@@ -128,7 +128,9 @@ def last_change(states: Iterable[FileState]) -> tuple[str, int]:
     for state in states:
         late_ns = 0 if file_system(state.real_path, mounts) in OWN_CLOCK else FOREIGN_CLOCK_NS
         places = {Path(state.real_path), *(Path(link.path) for link in state.links)}
-        moved = [_moved_ns(folder) for folder in {folder for place in places for folder in place.parents}]
+        direct = {place.parent for place in places if place.parent.name != "blobs"}
+        moved = [_moved_ns(folder) for folder in {folder for place in places for folder in place.parents} - direct]
+        moved += [folder.stat().st_ctime_ns for folder in direct]  # a file that is made there hides a move
         found = max(found, (state.path, max(state.changed_ns, *moved) + late_ns), key=lambda entry: entry[1])
     return found
 
