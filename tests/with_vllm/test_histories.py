@@ -50,6 +50,7 @@ class Connector(HeadwaterConnector):
         self._steps = Steps(self.side)
         self._events = NoListener()
         self._member = None
+        self._epoch, self._stale_epoch = 0, None
 
     def get_kv_connector_stats(self) -> None:
         return None

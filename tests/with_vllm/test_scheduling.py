@@ -24,6 +24,7 @@ from headwater.errors import TokenError
 from headwater.integrations.vllm.connector import HeadwaterConnector
 from headwater.integrations.vllm.messages import WorkerMetadata
 from headwater.integrations.vllm.options import read_options, settle_load_mode
+from headwater.integrations.vllm.reloads import Freshness
 from headwater.integrations.vllm.steps import IDLE_WAIT_S, NULL_BLOCK, Steps
 from headwater.kv.hashing import ChunkKeys, ChunkRef
 from headwater.kv.topology import whole_shard
@@ -498,7 +499,7 @@ class Recorder:
 def make_connector(worker: Any, *, saves_layers: bool = True) -> Any:
     connector = HeadwaterConnector.__new__(HeadwaterConnector)
     vars(connector).update(_worker=worker, _saves_layers=saves_layers, _layers={}, step_seconds=0.0)
-    vars(connector).update(_member=None, _has_told_home=False)
+    vars(connector).update(_member=None, _has_told_home=False, _epoch=0, _stale_epoch=None, _freshness=Freshness(0))
     return connector
 
 
