@@ -134,7 +134,7 @@ def test_a_lack_of_file_descriptors_is_told_once_and_got_over(start: Callable[..
     with ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(server.connect())
-        time.sleep(3)  # a few tries to accept
+        wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) == highest + 3)  # none is left for the next one
     assert server.chat("say:hi").status_code == 200
     server.process.terminate()
     _, log = server.process.communicate(timeout=SOON_S)
