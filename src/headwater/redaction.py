@@ -19,6 +19,7 @@ _PATH = re.compile(r"[\w./ ~+-]*")
 _NAME = re.compile(r"[A-Za-z_]{1,32}")
 _VALUE = re.compile(r"(?:[\w./ +-]|:(?=[0-9]|//[\w.-]*(?::[0-9]|/|$)))*")
 _ASSIGNMENT = re.compile(r"(?:[?#&;]|%3[Ff]).*(?:[=:]|%3[Dd])")
+_OPTION = re.compile(r"-{0,2}[a-z-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _SUSPECT = re.compile(r"@|%(?:25)*40|[:=/]|%3[AaDd]")
 
@@ -54,7 +55,8 @@ def redact_words(text: str, args: Iterable[str] = ()) -> str:
     """
     for arg in sorted((arg for arg in args if redact(arg) != arg), key=len, reverse=True):
         # An option may be quoted without its value, and a value without its option.
-        pieces = [(part, HIDDEN) for part in arg.split("=", 1) if part != arg and _SUSPECT.search(part)]
+        parts = [part for part in arg.split("=", 1) if part and part != arg]
+        pieces = [(part, HIDDEN) for part in parts if _SUSPECT.search(part) or not _OPTION.fullmatch(part)]
         for piece, shown in [(arg, redact(arg)), *pieces]:
             for quoted in (piece, repr(piece)[1:-1], _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", piece)):
                 text = text.replace(quoted, shown)

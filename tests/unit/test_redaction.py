@@ -150,6 +150,7 @@ def metric_labels(url: StoreUrl) -> set[str]:
 @given(text=pools_with_a_secret())
 @example(text=f"redis://u:{SECRET}@{AWAY}")
 @example(text=f"shm:///a,redis://u:{SECRET}@{AWAY}")
+@example(text=f"redis{SECRET}=@{AWAY}")
 @example(text=f"shm:///a\nredis://: {SECRET}")  # Typer escapes control characters
 def test_no_command_prints_a_secret(
     text: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
