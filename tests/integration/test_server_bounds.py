@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,18 +22,6 @@ from fake_server import LONG, Server, answer, chat_body, request, wait_until
 
 SOON_S = 15.0
 MIB = 1 << 20
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    with ExitStack() as stack:
-
-        def start(**options: Any) -> Server:
-            made = Server(tmp_path / "aborts", **options)
-            stack.callback(made.close)
-            return made
-
-        yield start
 
 
 @pytest.fixture(scope="module")

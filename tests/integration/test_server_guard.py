@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,18 +23,6 @@ from headwater.errors import EngineConfigError
 from headwater.serve.tls import load_certificate
 
 JSON = {"content-type": "application/json"}
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    with ExitStack() as stack:
-
-        def start(**options: Any) -> Server:
-            made = Server(tmp_path / "aborts", **options)
-            stack.callback(made.close)
-            return made
-
-        yield start
 
 
 @pytest.fixture(scope="module")

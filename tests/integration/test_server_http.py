@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,18 +19,6 @@ SOON_S = 15.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    with ExitStack() as stack:
-
-        def start(**options: Any) -> Server:
-            made = Server(tmp_path / "aborts", **options)
-            stack.callback(made.close)
-            return made
-
-        yield start
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,18 +20,6 @@ SLOWLY = "tokenise slowly"
 """Half a minute for the tokenizer, however long the text is."""
 SOON_S = 10.0
 """Far less than that, and far more than anything here takes."""
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    with ExitStack() as stack:
-
-        def start(**options: Any) -> Server:
-            made = Server(tmp_path / "aborts", **options)
-            stack.callback(made.close)
-            return made
-
-        yield start
 
 
 def test_long_prompts_do_not_stall_short_requests(start: Callable[..., Server]) -> None:
