@@ -283,6 +283,10 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 self._worker.start_loads(metadata.orders)
 
+    def has_connector_metadata(self) -> bool:
+        """Asked before each layer's two calls: most steps need neither, and a decode step has no time to give away."""
+        return self._worker.follows_layers and super().has_connector_metadata()
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for one layer, where loads go along with the step."""
         if self._worker.follows_layers:
