@@ -178,6 +178,10 @@ def _issue(copy: Copy, stream: int) -> None:
     depth = copy.depth
     if height == 1 and depth > 1:
         height, depth, target_pitch, source_pitch = depth, 1, copy.target_step, copy.source_step
+    if height == depth == 1:  # most are: a fifth of the host's time for one with pitches
+        if result := _driver().cuMemcpyAsync(copy.target, copy.source, width, stream):
+            raise EngineError(f"a copy of {width} bytes failed with CUDA error {result}")
+        return
     sides: dict[str, int] = {"srcMemoryType": _UNIFIED, "srcDevice": copy.source, "srcPitch": source_pitch}
     sides |= {"dstMemoryType": _UNIFIED, "dstDevice": copy.target, "dstPitch": target_pitch}
     sides |= {"WidthInBytes": width, "Height": height}
@@ -202,4 +206,6 @@ def _replay(copy: Copy) -> None:
 
 @cache
 def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    return driver
