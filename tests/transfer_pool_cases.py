@@ -222,6 +222,42 @@ def check_damage(url: str, device: str) -> None:
         assert pool.stats().store.damaged == 1
 
 
+def check_several_by_layers(url: str, device: str, ring: int, group_bytes: int | None) -> None:
+    """Three requests whose KV comes along with one step: each ends by itself, whatever becomes of the others."""
+    shard, full, damaged = whole_shard(SPEC), TOKENS // CHUNK, 5
+    with open_pool(url) as pool:
+        space = pool.space(identity(), SPEC, chunk_tokens=CHUNK)
+        requests = [space.keys(list(range(start, start + TOKENS))).refs(full) for start in (0, 1000, 2000)]
+        view, _ = cache_view(SPEC, shard, num_blocks=3 * BLOCKS + 6, block_size=BLOCK, order=ORDERS[0], device=device)
+        blocks = np.random.permutation(3 * BLOCKS + 6)[: 3 * BLOCKS].astype(np.int32).reshape(3, BLOCKS)
+        saver = make_saver(space, view, shard, staging_bytes=full * EXTENT, deadline_s=10.0)
+        for chunks, ids in zip(requests, blocks, strict=True):
+            saver.save("r", chunks, ids)
+            assert saver.drain(30)
+        saver.close()
+        expected = [tiles_of(view, shard, chunks, ids) for chunks, ids in zip(requests, blocks, strict=True)]
+        flip_byte(space, requests[1][damaged], EXTENT - 3)
+        view, _ = cache_view(SPEC, shard, num_blocks=3 * BLOCKS + 6, block_size=BLOCK, order=ORDERS[1], device=device)
+        done = Done()
+        loader = make_loader(
+            space, view, shard, staging_bytes=ring, deadline_s=30.0, on_done=done, group_bytes=group_bytes
+        )
+        try:
+            for number, chunks in enumerate(requests):
+                loader.load(str(number), chunks, blocks[number], layerwise=True)
+            for layer in shard.layers:
+                loader.wait_layer(layer)
+            loader.finish_layers()
+            assert dict(done.next() for _ in requests) == {"0": full, "1": damaged, "2": full}
+            for number, count in ((0, full), (1, damaged), (2, full)):
+                found = tiles_of(view, shard, list(requests[number][:count]), blocks[number])
+                assert all(np.array_equal(mine, want) for mine, want in zip(found, expected[number], strict=False))
+            assert loader.statuses == {Status.OK: 2 * full + damaged, Status.DAMAGED: 1}
+        finally:
+            loader.close()
+        assert has_all_staging(loader)
+
+
 def check_bounds(url: str, device: str) -> None:
     """More than fits is dropped, counted, and harms nothing; a cancelled load ends; close is idempotent."""
     with open_space(url) as (_, space, chunks):

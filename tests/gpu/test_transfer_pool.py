@@ -23,7 +23,15 @@ from transfer_layer_cases import (  # noqa: E402
     check_never_computed,
     check_save_in_a_step,
 )
-from transfer_pool_cases import EXTENT, check_bounds, check_damage, check_load, check_save, check_save_together  # noqa: E402
+from transfer_pool_cases import (  # noqa: E402
+    EXTENT,
+    check_bounds,
+    check_damage,
+    check_load,
+    check_save,
+    check_save_together,
+    check_several_by_layers,
+)
 
 
 @pytest.fixture
@@ -52,6 +60,12 @@ def test_requests_are_saved_together(url):
 
 def test_a_flipped_byte_is_found_on_the_device(url):
     check_damage(url, "cuda")
+
+
+@pytest.mark.parametrize("group_bytes", [1, None])
+@pytest.mark.parametrize("ring", [4 * EXTENT, 64 * EXTENT])
+def test_several_requests_come_along_with_one_step(url, ring, group_bytes):
+    check_several_by_layers(url, "cuda", ring, group_bytes)
 
 
 def test_a_full_ring_drops_and_a_cancelled_load_ends(url):

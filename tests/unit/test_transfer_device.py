@@ -47,6 +47,7 @@ from transfer_pool_cases import (  # noqa: E402
     check_load,
     check_save,
     check_save_together,
+    check_several_by_layers,
     make_cache,
     make_saver,
     open_space,
@@ -226,6 +227,11 @@ def test_layer_by_layer_where_the_store_is_not_mapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_a_damaged_tile_ends_a_load_by_layers(layer: int) -> None:
     check_layer_damage(MAPPED, "cpu", layer)
+
+
+@pytest.mark.parametrize("group_bytes", [1, None])
+def test_several_requests_come_along_with_one_step(group_bytes: int | None) -> None:
+    check_several_by_layers(MAPPED, "cpu", 4 * EXTENT, group_bytes)
 
 
 @only_cuda

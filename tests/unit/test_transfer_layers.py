@@ -17,7 +17,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.pool import open_pool
 from headwater.stores.base import Status
-from headwater.transfer.layers import MAX_GROUPS, layer_groups
+from headwater.transfer.layers import MAX_GROUPS, layer_groups, save_group_bytes
 from headwater.transfer.load import Loader
 from headwater.transfer.save import Saver
 from transfer_pool_cases import CHUNK, EXTENT, SPEC, Done, make_cache, open_space, tiles_of
@@ -62,6 +62,12 @@ def test_groups_are_all_layers_in_order_and_large_enough(first: int, count: int,
     assert len(groups) <= MAX_GROUPS
     assert len(groups) == 1 or min(map(len, groups)) * layer_bytes >= least - layer_bytes
     assert max(map(len, groups)) - min(map(len, groups)) <= 1
+
+
+def test_a_save_on_a_gpu_leaves_in_few_groups_of_which_the_ring_holds_three() -> None:
+    mib = 1 << 20
+    for total, ring, least in ((1024, 512, 170), (1024, 4096, 256), (8192, 1024, 341), (64, 512, 32)):
+        assert save_group_bytes(total * mib, ring * mib, 32 * mib) // mib == least
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])

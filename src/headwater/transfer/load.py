@@ -24,7 +24,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
-from headwater.transfer.layers import GROUP_BYTES, MAX_LOAD_GROUPS, layer_groups
+from headwater.transfer.layers import LOAD_GROUP_BYTES, MAX_LOAD_GROUPS, layer_groups
 from headwater.transfer.load_job import Load
 from headwater.transfer.movers import make_placer, mover_of
 from headwater.transfer.pipeline import Pipeline
@@ -62,7 +62,8 @@ class Loader:
         self._shard = shard
         self._deadline_s = deadline_s
         mover = mover_of(view.device, mover)
-        self._group_bytes = group_bytes or GROUP_BYTES[mover]
+        self._group_bytes = group_bytes or LOAD_GROUP_BYTES[mover]
+        self._most_groups = MAX_LOAD_GROUPS[mover]
         self._on_done = on_done
         _, heads, tile = shard.local_shape(space.spec, 0, space.chunk_tokens)
         self._layer_bytes = heads * tile
@@ -132,7 +133,7 @@ class Loader:
         groups = [self._shard.layers]
         if layerwise:
             num_bytes = self._layer_bytes * len(chunks)
-            groups = layer_groups(self._shard.layers, num_bytes, self._group_bytes, MAX_LOAD_GROUPS)
+            groups = layer_groups(self._shard.layers, num_bytes, self._group_bytes, self._most_groups)
         asked, now = current_stream(self._device).record(), time.monotonic()
         self._put_in(Load(name, chunks, block_ids, groups, layerwise, asked, now + self._deadline_s, started_s=now))
 
@@ -286,7 +287,8 @@ class Loader:
             self._end(load, 0)
             return
         try:
-            while load.layerwise and self._active:  # it goes alone, because a step waits for it
+            # Staging goes back in the order of its taking, and what this load takes goes back before that of others.
+            while load.layerwise and not all(other.layerwise for other in self._active):
                 self._advance()
         except Exception:
             log.exception("loads failed; the engine computes what is missing")
@@ -302,7 +304,7 @@ class Loader:
             self._fail_all()
 
     def _load_layers(self, load: Load) -> None:
-        """Begin a load that goes layer by layer, and wait until all of it was launched and has arrived."""
+        """Begin a load that goes layer by layer, and wait until all of it was launched: then the next one may begin."""
         start = time.monotonic()
         self._pipeline.start_layers(load)
         if self.placer.runs_beside:
@@ -314,15 +316,15 @@ class Loader:
             while not self.placer.runs_beside and self._pipeline.launch(load, wait=True):
                 pass
             load.is_launched.set()
-            num_loaded = self._pipeline.settle_layers(load)
+        load.is_going = False
         self._seconds += time.monotonic() - start
-        self._finish(load, 0 if load.is_missed else num_loaded)
 
     def _advance(self) -> None:
         """One piece of work; then report the loads of which nothing is under way any more."""
         self._pipeline.advance(self._active[-1])
         while self._active and not self._active[0].is_going and not self._active[0].num_in_flight:
-            self._finish(self._active[0], self._active[0].num_done)
+            load = self._active[0]
+            self._finish(load, self._pipeline.settle_layers(load) if load.layerwise else load.num_done)
 
     def _finish(self, load: Load, num_done: int) -> None:
         """Nothing of a load is under way any more: report it, or let the lander bring the rest."""

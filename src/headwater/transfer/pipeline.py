@@ -158,12 +158,10 @@ class Pipeline:
         return True
 
     def settle_layers(self, load: Load) -> int:
-        """Wait for everything of a load: chunks that were right in all layers, counted from the first."""
+        """Of a load of which nothing is under way any more: chunks that were right in all layers, counted from the
+        first."""
         is_whole = len(load.events) == len(load.groups)
-        while self._placing:
-            self._retire()
-        load.is_going = False
-        if not is_whole or self.is_over(load):
+        if not is_whole or load.is_missed or self.is_over(load):
             return 0
         if load.is_damaged:
             self._judge(load, load.chunks[load.num_good])
@@ -190,13 +188,10 @@ class Pipeline:
         return True
 
     def _part_sizes(self, load: Load) -> Iterator[tuple[int, int]]:
-        """(First chunk, how many) to look up and bring together: few at first."""
+        """(First chunk, how many) to look up and bring together."""
         most = self._placer.layer_chunks(max(len(group) for group in load.groups))
-        at, size = 0, self._placer.first_chunks
-        while at < len(load.chunks):
-            yield at, min(size, most, len(load.chunks) - at)
-            at += min(size, most)
-            size *= 2
+        for at in range(0, len(load.chunks), most):
+            yield at, min(most, len(load.chunks) - at)
 
     def is_over(self, load: Load) -> bool:
         """Whether a load must end now: cancelled, or too late."""

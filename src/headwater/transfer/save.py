@@ -20,7 +20,7 @@ from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.transfer.convert import gather, join_plans, plan_chunks
-from headwater.transfer.layers import GROUP_BYTES, layer_groups
+from headwater.transfer.layers import GROUP_BYTES, layer_groups, save_group_bytes
 from headwater.transfer.movers import mover_of
 from headwater.transfer.ring import Room, StagingRing
 from headwater.transfer.save_job import Abort, Cut, Gathered, Open, PassOn, SaveJob, Wanted
@@ -46,7 +46,8 @@ class Saver:
     ) -> None:
         """`patience_s`: how long a save of all layers at once may wait for room in the ring."""
         mover = mover_of(view.device, mover)
-        self._group_bytes = group_bytes or GROUP_BYTES[mover]
+        self._group_bytes = group_bytes
+        self._least_bytes = GROUP_BYTES[mover]
         self._patience_s = patience_s
         self._view = view
         self._shard = shard
@@ -239,11 +240,17 @@ class Saver:
             self._save(group)
 
     def _begin_step(self, first_layer: Event) -> None:
-        num_chunks = sum([len(job.chunks) for job in self._open])
-        groups = layer_groups(self._shard.layers, self._layer_bytes * num_chunks, self._group_bytes)
+        layer_bytes = self._layer_bytes * sum([len(job.chunks) for job in self._open])
+        groups = layer_groups(self._shard.layers, layer_bytes, self._group_bytes or self._best_group(layer_bytes))
         for job in self._open:
             job.groups = groups
             self._sender.tell(Open(job, first_layer))
+
+    def _best_group(self, layer_bytes: int) -> int:
+        if not self._overlaps:
+            return self._least_bytes
+        ring_bytes = self.ring.count * self.ring.slot_bytes
+        return save_group_bytes(layer_bytes * len(self._shard.layers), ring_bytes, self._least_bytes)
 
     def _drop_finished(self) -> None:
         self._open = [job for job in self._open if job.num_layers < len(self._shard.layers) and job.num_kept]

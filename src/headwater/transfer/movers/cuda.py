@@ -23,7 +23,7 @@ from headwater.transfer.extents import Piece, copy_extents, staged_starts, touch
 from headwater.transfer.load_job import Batch, Load, Part
 from headwater.transfer.movers.base import Bytes, Copied
 from headwater.transfer.registered import Preparer, Registered
-from headwater.transfer.ring import BATCH_BYTES, StagingRing
+from headwater.transfer.ring import StagingRing
 from headwater.transfer.save_job import Gathered, Target
 from headwater.transfer.streams import Event, Stream, pinned
 from headwater.transfer.verify import staged_checksums, verify_staged
@@ -32,8 +32,11 @@ from headwater.transfer.view import PagedView
 _MAX_IN_FLIGHT = 3
 """Batches whose copies are queued on the device: one runs, one waits, one is being committed or scattered."""
 
-_FIRST_CHUNKS = 32
-"""The first ones are few, so that the bus begins while the next are looked up: two milliseconds on a slow host."""
+_PIECE_BYTES = 256 << 20
+"""What a load brings at a time, if the ring holds two of them. The host needs two milliseconds a piece on a slow
+machine, whatever its size; the bus needs five for this one."""
+_FIRST_BYTES = 128 << 20
+"""The first piece is smaller, so that the bus begins while the next is looked up."""
 
 
 class _Bounce:
@@ -141,7 +144,6 @@ class CudaPlacer:
 
     most_in_flight = _MAX_IN_FLIGHT
     runs_beside = True
-    first_chunks = _FIRST_CHUNKS
 
     def __init__(self, space: Space, view: PagedView, shard: Shard, staging_bytes: int) -> None:
         self._model_heads = space.spec.num_kv_heads
@@ -151,7 +153,9 @@ class CudaPlacer:
         self._layer_bytes = heads * tile
         """Of one chunk."""
         self.ring = StagingRing(layers * heads * tile, staging_bytes, view.device)
-        self.window_chunks = max(self.ring.batch, -(-self.ring.count // 5))
+        slot, half = self.ring.slot_bytes, self.ring.count // 2
+        self.window_chunks = max(1, min(_PIECE_BYTES // slot, half))
+        self.first_chunks = max(1, min(_FIRST_BYTES // slot, half))
         self._bounce = _Bounce(view.device)
         self._segments = Registered(view.device)
         self._copies = Stream(view.device, urgent=True)
@@ -173,7 +177,7 @@ class CudaPlacer:
 
     def layer_chunks(self, num_layers: int) -> int:
         unit = self._layer_bytes * num_layers
-        return max(1, min(BATCH_BYTES, self.ring.count * self.ring.slot_bytes // 4) // unit)
+        return max(1, min(_PIECE_BYTES, self.ring.count * self.ring.slot_bytes // 2) // unit)
 
     def take(self, part: Part, layers: range, spans: range) -> Batch | None:
         """See `Placer`. In smaller pieces, of whatever is free, the host would need longer than the bus."""
