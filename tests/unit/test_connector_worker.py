@@ -30,7 +30,7 @@ from headwater.stores.base import Status
 from headwater.transfer.convert import Span
 from transfer_layer_cases import held_up
 
-from support import identity
+from support import identity, wait_until
 from transfer_cases import ORDERS, cache_view, naive_tiles
 
 SPEC = KVSpec.gqa(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -210,6 +210,43 @@ def test_requests_wait_each_in_its_own_way_in_one_step() -> None:
             ended |= r.side.take_report().ended
         assert set(ended.values()) == {(2,)}
         assert r.side.take_finished() == {"a"}
+
+
+@pytest.mark.parametrize("how", ["a step without hooks", "a step that failed", "a step that nobody ended"])
+def test_kv_that_a_step_did_not_wait_for_counts_as_not_loaded(how: str) -> None:
+    with rank() as r:
+        chunks = r.chunks(1)
+        r.fill(chunks)
+        orders = StepOrders(loads=(LoadOrder(r.job("a", chunks, A), mode="layerwise"),))
+        r.side.start_step(orders)
+        r.side.start_loads(orders)
+        assert r.side.needs_layers
+        if how == "a step without hooks":
+            r.side.end_step()
+        elif how == "a step that failed":
+            r.side.before_layer(0)
+            r.side.discard(orders)
+        else:
+            r.side.start_step(StepOrders())
+        wait_until(lambda: not r.side._arrivals.has())
+        assert r.side.take_report() == StepReport(ended={"a": (0,)})
+        assert r.side.take_failed_blocks() == set(A)
+
+
+def test_a_step_without_hooks_waits_for_all_layers_before_it_computes() -> None:
+    with rank() as r:
+        chunks = r.chunks(1)
+        filled = r.fill(chunks)
+        orders = StepOrders(loads=(LoadOrder(r.job("a", chunks, A), mode="layerwise"),))
+        r.side.start_step(orders)
+        r.side.start_loads(orders)
+        r.side.wait_layers()
+        assert all(np.array_equal(r.tiles(chunk, A), tiles) for chunk, tiles in zip(chunks, filled, strict=True))
+        r.side.end_loads()
+        assert r.side.take_report() == StepReport(ended={"a": (2,)})
+        r.side.end_step()
+        assert not r.side.take_report()
+        assert not r.side.take_failed_blocks()
 
 
 def test_loads_of_a_step_that_failed_before_it_began_have_ended() -> None:

@@ -22,7 +22,7 @@ from headwater.transfer.load import Loader
 from headwater.transfer.save import Saver
 from transfer_pool_cases import CHUNK, EXTENT, SPEC, Done, make_cache, open_space, tiles_of
 
-from support import identity
+from support import identity, wait_until
 
 ONE_LAYER = 1
 """Groups of so few bytes have one layer each."""
@@ -129,6 +129,71 @@ def test_layers_are_waited_for_in_their_order() -> None:
                     threading.Event().wait(0.001)
             waiter.join(10)
             assert done.next() == ("a", len(chunks))
+
+
+@pytest.mark.parametrize("mover", ["cpu", "cuda"])
+@pytest.mark.parametrize("waited", [[], [0], [1, 2, 3], [0, 2, 3]], ids=str)
+def test_a_load_whose_layers_a_step_did_not_wait_for_has_failed(waited: list[int], mover: str) -> None:
+    """The step may have read them before they came: it was one graph, or its hooks were lost."""
+    with loaded_by(mover) as (loader, shard, chunks, blocks, done):
+        assert len(shard.layers) == 4
+        for name in "ab":
+            loader.load(name, chunks, blocks, layerwise=True)
+            for layer in waited:
+                loader.wait_layer(layer)
+            loader.finish_layers()
+            assert done.next() == (name, 0)
+        loader.load("c", chunks, blocks, layerwise=True)
+        for layer in shard.layers:
+            loader.wait_layer(layer)
+        assert done.next() == ("c", len(chunks))
+
+
+@pytest.mark.parametrize("mover", ["cpu", "cuda"])
+def test_all_layers_can_be_waited_for_at_once(mover: str) -> None:
+    with loaded_by(mover) as (loader, shard, chunks, blocks, done):
+        saved = tiles_of(loader.placer._view, shard, chunks, blocks)  # type: ignore[attr-defined]
+        others = np.roll(blocks, 1)
+        loader.load("a", chunks, others, layerwise=True)
+        loader.load("b", chunks[:3], blocks, layerwise=True)
+        loader.wait_layers()
+        got = tiles_of(loader.placer._view, shard, chunks[4:], others)  # type: ignore[attr-defined]
+        assert all(np.array_equal(*pair) for pair in zip(got, saved[4:], strict=True))
+        assert {done.next(), done.next()} == {("a", len(chunks)), ("b", 3)}
+        assert not loader.has_open
+        loader.finish_layers()
+        assert done._ends.empty()
+
+
+def test_a_step_may_take_longer_than_its_loads_deadline() -> None:
+    with loaded_by("cpu") as (loader, shard, chunks, blocks, done):
+        loader.load("a", chunks, blocks, layerwise=True)
+        loader.wait_layer(0)
+        (load,) = loader._open
+        wait_until(lambda: load.num_settled is not None)
+        with loader._changed:
+            load.deadline = 0.0
+            loader._changed.notify_all()
+        for layer in shard.layers[1:]:
+            loader.wait_layer(layer)
+        assert done.next() == ("a", len(chunks))
+
+
+@contextmanager
+def loaded_by(mover: str) -> Iterator[tuple[Loader, Shard, list[ChunkRef], Any, Done]]:
+    """A loader over a pool that has what is in the cache."""
+    with open_space("memory://?capacity=16MiB") as (_, space, chunks):
+        shard, done = whole_shard(SPEC), Done()
+        view, blocks = make_cache(shard, "cpu")
+        with saver_of(space, view, shard) as saver:
+            saver.save("r", chunks, blocks)
+            assert saver.drain(10)
+        options = {"staging_bytes": 64 * EXTENT, "deadline_s": 60.0, "on_done": done, "group_bytes": ONE_LAYER}
+        loader = Loader(space, view, shard, mover=mover, **options)
+        try:
+            yield loader, shard, chunks, blocks, done
+        finally:
+            loader.close()
 
 
 def _wait(loader: Loader, layer: int) -> bool:

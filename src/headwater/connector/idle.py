@@ -30,10 +30,16 @@ class IdleWorker:
     def before_layer(self, layer: int) -> None:
         """Nothing comes."""
 
+    def wait_layers(self) -> None:
+        """Nothing comes."""
+
     def after_layer(self, layer: int) -> None:
         """Nothing is saved."""
 
     def end_step(self) -> None:
+        """Nothing is under way."""
+
+    def end_loads(self) -> None:
         """Nothing is under way."""
 
     def discard(self) -> None:

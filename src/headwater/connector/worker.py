@@ -1,7 +1,8 @@
 """The worker side: one rank's cache and the pool. Executes the orders of each step; decides nothing.
 
 An engine calls it in this order: `start_step`, `start_loads`, then `before_layer` and `after_layer` around each layer,
-`end_step`, `take_report`. Layers that are not announced are saved at the end of the step.
+`end_step`, `take_report`. Layers that are not announced are saved at the end of the step. A step that announces none
+calls `wait_layers` before it computes: a load whose layers were not waited for has failed.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ class WorkerSide:
         """Take what is to be saved before the step writes anything, and prepare what is to be saved in its course."""
         if self._saver.has_open:  # of a step that failed, and whose engine did not say so
             self._saver.discard()
+        self._loader.finish_layers()
         if self._open_space is not None and orders.epoch not in (None, self._space.identity.epoch):
             assert orders.epoch is not None
             self.close()
@@ -172,6 +174,13 @@ class WorkerSide:
             self._loader.wait_layer(layer)
 
     @timed
+    def wait_layers(self) -> None:
+        """Wait for the KV of all layers, for a step that does not call `before_layer`. On a GPU the stream waits; the
+        caller does so for room in the staging."""
+        if self._loader.has_open:
+            self._loader.wait_layers()
+
+    @timed
     def after_layer(self, layer: int) -> None:
         """The step has written its KV of one layer: save it, if that was ordered."""
         if self._saver.has_open:
@@ -181,14 +190,24 @@ class WorkerSide:
     def end_step(self) -> None:
         """The step's KV is in the cache: save what was not announced. Loads that went along with it have ended."""
         self._saver.end_step()
+        self._end_loads()
+
+    @timed
+    def end_loads(self) -> None:
+        """The step has read all KV that it reads: loads that went along with it have ended. For an engine that asks for
+        a report before the step's end; it may be called again."""
+        self._end_loads()
+
+    def _end_loads(self) -> None:
         if self._arrivals.has(LAYERWISE):
             self._loader.finish_layers()
             self._arrivals.wait(LAYERWISE)
 
     def discard(self, orders: StepOrders | None = None) -> None:
         """The step failed: what it was to save must not be taken from blocks that it has not written. Of the loads in
-        its orders, those that were not begun have ended with nothing."""
+        its orders, those that were not begun have ended with nothing, and so do those that it did not wait for."""
         self._saver.discard()
+        self._loader.finish_layers()
         if orders is not None and self._begun is not orders:
             self._arrivals.expect(orders.loads)
             for order in orders.loads:

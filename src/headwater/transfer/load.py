@@ -128,7 +128,8 @@ class Loader:
 
         With `layerwise`, layers come in order, `wait_layer` says when one is there, and blocks may be written with
         bytes that turn out to be damaged: the end says how many chunks, counted from the first, were right in all
-        layers. Only chunks of the first tier are loaded so: a slow store must not stall a step.
+        layers. It comes when the step has waited for every layer; `finish_layers` ends a load of which it has not,
+        with nothing. Only chunks of the first tier are loaded so: a slow store must not stall a step.
         """
         groups = [self._shard.layers]
         if layerwise:
@@ -159,22 +160,42 @@ class Loader:
 
         The caller waits only until that is launched, or given up, and never beyond a load's deadline.
         """
-        if layer not in self._shard.layers:
-            return
-        with self._changed:
-            loads = [load for load in self._open if load.layerwise]
+        if layer in self._shard.layers:
+            self._wait_until(layer, (layer,))
+
+    def wait_layers(self) -> None:
+        """The same for all layers at once: for a step that says nothing between them, such as one CUDA graph."""
+        self._wait_until(self._shard.layers[-1], self._shard.layers)
+
+    def _wait_until(self, last: int, layers: Sequence[int]) -> None:
+        """Let the current stream wait for these layers; whatever comes before the last of them comes before it."""
         stream = current_stream(self._device)
+        loads = self._open_layerwise()
         for load in loads:
-            self._launch_until(loads, load, layer)
-            if (event := load.event_of(layer)) is not None:
+            self._launch_until(loads, load, last)
+            if (event := load.event_of(last)) is not None:
                 stream.wait(event)
+            with self._changed:
+                load.unawaited.difference_update(layers)
+                num_settled = None if load.unawaited else load.num_settled
+            if num_settled is not None:
+                self._end(load, num_settled)
+
+    def _open_layerwise(self) -> list[Load]:
+        with self._changed:
+            return [load for load in self._open if load.layerwise]
 
     def finish_layers(self) -> None:
-        """The step is over: launch what is left of loads whose layers it did not wait for."""
-        with self._changed:
-            loads = [load for load in self._open if load.layerwise]
+        """The step is over, or failed: a load of which it did not wait for all layers has failed, since the step may
+        have read a layer before it came."""
+        loads = self._open_layerwise()
         for load in loads:
-            self._launch_until(loads, load, self._shard.layers[-1])
+            if not load.unawaited:
+                self._launch_until(loads, load, self._shard.layers[-1])
+                continue
+            log.warning("a step did not wait for all layers of its load; the engine computes what was to be loaded")
+            load.is_missed = True
+            self.cancel(load.name)
 
     def _launch_until(self, loads: Sequence[Load], load: Load, layer: int) -> None:
         """See that a layer of a load is launched, and the next groups as far as there is room.
@@ -228,11 +249,14 @@ class Loader:
     def cancel(self, name: str) -> None:
         """Stop a load as soon as possible. Its `on_done` still comes: until then its blocks may be written."""
         with self._changed:
-            for load in self._open:
-                if load.name == name:
-                    load.is_cancelled = load.is_given_up = True
-                    load.is_launched.set()
+            stopped = [load for load in self._open if load.name == name]
+            for load in stopped:
+                load.is_cancelled = load.is_given_up = True
+                load.is_launched.set()
             self._changed.notify_all()
+        for load in stopped:
+            if load.num_settled is not None:
+                self._end(load, 0)
         if self._lander is not None:
             self._lander.cancel(name)
 
@@ -252,8 +276,8 @@ class Loader:
             self._clock.join(timeout_s)
         with self._changed:
             left = list(self._open)
-        for load in left:  # the store has not answered, and nobody watches the clock any more
-            self._end(load, 0, is_overdue=True)
+        for load in left:  # the store, or the step, has not answered, and nobody watches the clock any more
+            self._end(load, 0, is_overdue=load.num_settled is None)
         if not self._thread.is_alive():
             self.placer.close(timeout_s)
         if self._lander is not None:
@@ -334,6 +358,12 @@ class Loader:
             if part.loan is not None:
                 part.loan.release()
         load.parts = []
+        with self._changed:
+            if load.unawaited and load.is_cancelled:
+                num_done = 0
+            if load.unawaited and num_done:
+                load.num_settled = num_done  # whoever waits for its last layer ends it
+                return
         is_short = num_done < len(load.chunks) and load.may_land and self._pipeline.may_land and not load.layerwise
         if is_short and not load.gate.is_closed and not self._pipeline.is_over(load):
             self._pass_on(load, num_done)
@@ -395,9 +425,10 @@ class Loader:
                 if self._closing:
                     return
                 now = time.monotonic()
-                due = [load for load in self._open if now >= load.deadline + GRACE_S]
+                waiting = [load for load in self._open if load.num_settled is None]
+                due = [load for load in waiting if now >= load.deadline + GRACE_S]
                 if not due:
-                    next_due = min((load.deadline + GRACE_S for load in self._open), default=None)
+                    next_due = min((load.deadline + GRACE_S for load in waiting), default=None)
                     self._changed.wait(None if next_due is None else next_due - now)
             for load in due:
                 log.warning("no answer from the pool in %.1f s; the engine computes what is missing", self._deadline_s)

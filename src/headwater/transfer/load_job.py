@@ -67,11 +67,16 @@ class Load:
     """Something did not verify."""
     is_missed: bool = False
     """Somebody who waited for a layer went on without it: whatever comes now, it came too late."""
+    unawaited: set[int] = field(init=False)
+    """Layer by layer: layers that the step has not waited for. It may have read them before they came."""
+    num_settled: int | None = None
+    """Layer by layer: chunks that are in place and verified, when the step has not waited for all layers yet."""
     gate: Gate = field(default_factory=Gate)
     """Closed when the load ends: from then on nothing may be written into its blocks."""
 
     def __post_init__(self) -> None:
         self.num_good = len(self.chunks)
+        self.unawaited = {layer for group in self.groups for layer in group} if self.layerwise else set()
 
     def has_launched(self, layer: int) -> bool:
         """Whether a layer (of the whole model) is in place in the order of the device, or nobody need wait for it."""
