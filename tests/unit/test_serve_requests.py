@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import time
 from typing import Any
 
 import pytest
@@ -152,6 +153,38 @@ def test_bodies_that_are_no_json_object(body: bytes) -> None:
     for parse in (parse_chat, parse_completion):
         with pytest.raises(RequestError, match=r"JSON|body"):
             parse(body)
+
+
+AT = " - at `$"
+"""How a message of msgspec goes on where it names the place."""
+PART = {"type": "text"}
+
+
+@pytest.mark.parametrize(
+    "name", ["x", f"{AT}.n`", f"{AT}\n", f"y`{AT}", "missing required field `role`", "`", "", "é\n"]
+)
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        (lambda name: {"messages": [*HELLO, {"role": "user", name: 1}]}, "messages[1]."),
+        (lambda name: {"messages": [{"role": "user", "content": [PART | {name: 1}]}]}, "messages[0].content[0]."),
+        (lambda name: {"stream": True, "stream_options": {name: 1}}, "stream_options."),
+    ],
+    ids=["message", "part", "stream_options"],
+)
+def test_an_unknown_name_is_quoted_whatever_it_holds(fields: Any, path: str, name: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        chat(**fields(name))
+    assert refused.value.param == path + (name if name.isprintable() else ascii(name))
+    assert refused.value.code == "unknown_parameter"
+
+
+def test_an_unknown_name_that_looks_like_many_places_is_read_in_linear_time() -> None:
+    began_s = time.thread_time()
+    with pytest.raises(RequestError) as refused:
+        chat(messages=[{"role": "user", AT * 15_000 + "\n": 1}])
+    assert refused.value.code == "unknown_parameter"
+    assert time.thread_time() - began_s < 1.0, "a search that backtracks takes six"
 
 
 @pytest.mark.parametrize("items", ['"prompt":[%s]', '"prompt":"x","user":[%s]', '"prompt":"x","tools":[%s]'])

@@ -1,7 +1,8 @@
 """The server's side of the engine process: sending requests, handing out what comes back, noticing its death.
 
 Everything here runs on one event loop and never blocks it. What the engine sends is always read, however slow a client
-is: each flight keeps a bounded backlog, and one that overflows is aborted instead of growing.
+is: each flight keeps a bounded backlog, and one that overflows is aborted instead of growing. If the server itself is
+behind, the engine waits.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from headwater.serve.messages import (
     Submit,
 )
 from headwater.serve.process import LAST_WORDS_S, Connection, ended, exit_code, kill, spawn
+from headwater.serve.turns import PIECE_VALUES, Turns
 
 # -P: what lies in the current directory must not be imported in place of a package.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "headwater.serve.worker")
@@ -77,6 +79,8 @@ class Flight:
         self._num_items = 0
         self._error: HeadwaterError | None = None
         self._news = asyncio.Event()
+        self._has_reader = False
+        """Whether somebody waits in `next`: then a backlog is not the client's fault."""
 
     def __enter__(self) -> Self:
         return self
@@ -87,19 +91,33 @@ class Flight:
         self.close()
 
     async def next(self) -> list[Arrival]:
-        """All that arrived since the last call, at least one; empty when every job has ended.
+        """What arrived since the last call, at least one; empty when every job has ended. A long backlog comes in
+        pieces, for which streams take turns.
 
         Raises RequestError if the engine refused a job or the reader was too slow, EngineDeadError if the engine died.
         """
-        while not self._arrivals and self._error is None and self._open:
-            self._news.clear()
-            await self._news.wait()
-        if self._error is not None and not self._arrivals:
-            raise self._error
-        arrivals = list(self._arrivals)
-        self._arrivals.clear()
-        self._num_items = 0
+        self._has_reader = True
+        try:
+            while not self._arrivals and self._error is None and self._open:
+                self._news.clear()
+                await self._news.wait()
+            if self._error is not None and not self._arrivals:
+                raise self._error
+            await self._client.turns.wait()
+        finally:
+            self._has_reader = False
+        arrivals, num_items = [], 0
+        while self._arrivals and num_items < PIECE_VALUES:
+            arrivals.append(arrival := self._arrivals.popleft())
+            num_items += _num_items(arrival.output)
+        self._num_items -= num_items
+        self._client.turns.use(num_items)
         return arrivals
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the engine should wait, since this server takes no more text out of it now."""
+        return self._has_reader and self._num_items > MAX_BACKLOG_ITEMS
 
     def finish(self, index: int) -> None:
         """Nothing more of this job is wanted (its stop string was found). Idempotent."""
@@ -115,11 +133,11 @@ class Flight:
     def _deliver(self, output: RequestOutput) -> None:
         index = self._open[output.request_id]
         self._arrivals.append(Arrival(index, output, time.monotonic()))
-        self._num_items += len(output.token_ids) + sum(len(entry.top) for entry in output.logprobs or ())
+        self._num_items += _num_items(output)
         if output.finish_reason is not None:
             del self._open[output.request_id]
             self._client._release(output.request_id, abort=False)
-        elif self._num_items > MAX_BACKLOG_ITEMS:
+        elif self._num_items > MAX_BACKLOG_ITEMS and not self._has_reader:
             text = f"the client reads too slowly: more than {MAX_BACKLOG_ITEMS} values are waiting for it"
             self._fail(RequestError(text, code="client_too_slow"))
         self._news.set()
@@ -136,6 +154,8 @@ class EngineClient:
     def __init__(self, process: asyncio.subprocess.Process, ready: Ready, connection: Connection) -> None:
         self.ready = ready
         self.stats = Stats()
+        self.turns = Turns()
+        """For everybody who reads what the engine says."""
         self._process = process
         self._connection = connection
         self._flights: dict[str, Flight] = {}
@@ -238,6 +258,8 @@ class EngineClient:
             while messages := await self._connection.receive():
                 for message in messages:
                     reason = self._handle(message) or reason
+                while any(flight.is_behind for flight in self._flights.values()):
+                    await asyncio.sleep(0)
         except (EngineError, OSError) as error:
             reason = str(error)
         code = await exit_code(self._process, LAST_WORDS_S)
@@ -284,6 +306,10 @@ class EngineClient:
             for flight in dict.fromkeys(self._flights.values()):
                 flight._fail(self._death)
             self._dead.set()
+
+
+def _num_items(output: RequestOutput) -> int:
+    return len(output.token_ids) + sum(len(entry.top) for entry in output.logprobs or ())
 
 
 async def _handshake(

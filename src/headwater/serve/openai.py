@@ -217,6 +217,9 @@ _ELSEWHERE = {
 _Item = TypeVar("_Item")
 _FIRST_ITEM = re.compile(rb"\[\s*(.)")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
+_PLACE = " - at `$"
+_UNKNOWN = "Object contains unknown field `"
+_MISSING = "Object missing required field `"
 _Request = TypeVar("_Request", ChatRequest, CompletionRequest)
 
 
@@ -249,16 +252,21 @@ def _check_sizes(fields: dict[str, msgspec.Raw]) -> None:
 
 def _as_request_error(text: str) -> RequestError:
     """msgspec says "Expected `int`, got `str` - at `$.n`", "Object missing required field `messages`" and "Object
-    contains unknown field `x`"."""
-    place = re.search(r" - at `\$\.?(.*)`$", text)
-    if place and (stranger := re.search(r"contains unknown field `(.*)` - at", text, re.DOTALL)):
-        return _unknown_inside(place[1], stranger[1])
-    if missing := re.search(r"missing required field `(\w+)`", text):
-        path = f"{place[1]}.{missing[1]}" if place and place[1] else missing[1]
+    contains unknown field `x` - at `$.messages[0]`".
+
+    It quotes the unknown name as it is, which may be most of the body, and the place comes last. So both are cut out
+    where they must be; a pattern could be led astray by the name, and for hours.
+    """
+    what, found, place = text.rpartition(_PLACE)
+    if not found:
+        what, place = text, "`"
+    path = place.removeprefix(".").removesuffix("`")
+    if what.startswith(_UNKNOWN):
+        return _unknown_inside(path, what.removeprefix(_UNKNOWN).removesuffix("`"))
+    if what.startswith(_MISSING):
+        path = f"{path}." * bool(path) + what.removeprefix(_MISSING).removesuffix("`")
         return RequestError(f"{path} is missing", param=path)
-    what = text[: place.start()] if place else text
-    path = place[1] if place else "the body"
-    return RequestError(f"{path}: {what[:1].lower()}{what[1:]}", param=place[1] if place else None)
+    return RequestError(f"{path or 'the body'}: {what[:1].lower()}{what[1:]}", param=path or None)
 
 
 def _unknown_inside(path: str, name: str) -> RequestError:
