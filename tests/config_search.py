@@ -160,6 +160,9 @@ SPECIAL: dict[str, list[Any]] = {
 ABSENT: list[Any] = [True, 2, 0.5, None]
 """What a field gets that the configuration does not have. Null is not the same as none: some code asks for the key."""
 
+REMOVED = "<removed>"
+"""As the value of a change: the field is taken out."""
+
 
 def changes_of(value: Any) -> list[Any]:
     """Other values of the same kind, and null."""
@@ -215,10 +218,17 @@ class Change:
             place = changed.setdefault("rope_parameters", {})
             if place is None:
                 place = changed["rope_parameters"] = {}
-            place[self.name.removeprefix("rope.")] = self.value
+            _put(place, self.name.removeprefix("rope."), self.value)
         else:
-            changed[self.name] = self.value
+            _put(changed, self.name, self.value)
         return changed
+
+
+def _put(place: dict[str, Any], name: str, value: Any) -> None:
+    if value == REMOVED:
+        place.pop(name, None)
+    else:
+        place[name] = value
 
 
 def all_changes(family: SearchFamily, config: dict[str, Any], vllm_folder: Path) -> list[Change]:
@@ -236,7 +246,7 @@ def all_changes(family: SearchFamily, config: dict[str, Any], vllm_folder: Path)
     for place, present in ((names - {"rope_parameters"}, config), ({f"rope.{name}" for name in rope_names}, rope)):
         for name in sorted(place):
             short = name.removeprefix("rope.")
-            values = [*SPECIAL.get(short, []), *changes_of(present.get(short))]
+            values = [*SPECIAL.get(short, []), *changes_of(present.get(short)), *[REMOVED] * (short in present)]
             if short.endswith(("_size", "_heads", "_layers")):
                 values = [value for value in values if value != 0]  # vLLM's kernels divide by them
             found += [Change(name, value) for value in values if value != present.get(short) or short not in present]

@@ -26,7 +26,7 @@ ALL_FIELDS = os.environ.get("HEADWATER_ALL_FIELDS") == "1"
 SAMPLED = ("llama, dynamic", "llama, yarn", "llama, biases", "qwen3", "deepseek_v2")
 ONCE_WRONG = ("rope.max_trained_positions", "rope.alpha", "rope.rope_dim", "rope.use_fope", "bias", "qkv_bias")
 ONCE_WRONG += ("dual_chunk_attention_config", "sliding_window", "logit_scale", "is_causal")
-ONCE_WRONG += ("rope.truncate", "rope.mrope_section")
+ONCE_WRONG += ("rope.truncate", "rope.mrope_section", "max_position_embeddings")
 NUM_SAMPLED = 25
 SILENCE_S = 300.0
 COLUMNS = ("fields", "changes", "failed", "declined", "numbers", "renamed", "both", "renamed only", "violations")
@@ -64,7 +64,8 @@ def search(family: str, folder: Path, wanted: str) -> Iterator[dict[str, Any]]:
 def _environment() -> dict[str, str]:
     quiet = {"VLLM_LOGGING_LEVEL": "CRITICAL", "TRANSFORMERS_VERBOSITY": "critical", "HF_HUB_OFFLINE": "1"}
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return os.environ | quiet | cpu | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    lengths = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}  # vLLM refuses models that are too short for the prompt otherwise
+    return os.environ | quiet | cpu | lengths | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 class _Watch:

@@ -24,6 +24,9 @@ OPTIONS = read_options({}, "kv_both")
 WEIGHTS = f"sha256:{0:064x}"
 THETA = {"rope_theta": 10000.0}
 DYNAMIC = THETA | {"rope_type": "dynamic", "factor": 2.0}
+LLAMA3 = THETA | {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+LENGTH = "max_position_embeddings"
 
 
 def name(config: Any) -> bytes:
@@ -168,6 +171,45 @@ def test_a_length_past_the_end_of_vllms_rope_table_is_declined(qwen3: Path, tmp_
     name(engine(path, max_model_len=256))
     with pytest.raises(DeclinedError, match="rope table ends at 256"):
         name(engine(path, max_model_len=257))
+
+
+@pytest.mark.parametrize(
+    ("rope", "end"),
+    [
+        (THETA, 256),
+        (THETA | {"rope_type": "linear", "factor": 1.5}, 384),
+        (DYNAMIC, 256),
+        (THETA | {"rope_type": "ntk", "factor": 2.0}, 256),
+        (LLAMA3, 256),
+    ],
+    ids=lambda value: str(value.get("rope_type", "default")) if isinstance(value, dict) else str(value),
+)
+def test_no_option_leads_past_the_end_of_a_rope_table(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rope: dict[str, Any], end: int
+) -> None:
+    """Two ways to a longer max_model_len, neither of which counts in the name: a key of the config, and a variable."""
+    sizes = {"max_position_embeddings": 256, "rope_parameters": rope}
+    path = changed(qwen3, tmp_path / "short", **sizes)
+    long = changed(qwen3, tmp_path / "long", **sizes, model_max_length=100_000)
+    name(engine(path, max_model_len=end))
+    assert name(engine(long, max_model_len=256)) == name(engine(path, max_model_len=256))
+    with pytest.raises(DeclinedError, match=f"ends at {end}"):
+        name(engine(long, max_model_len=end + 1))
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    with pytest.raises(DeclinedError, match=f"ends at {end}"):
+        name(engine(path, max_model_len=end + 1))
+
+
+def test_positions_past_the_end_are_declined_where_the_config_has_no_such_key(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the key, the class of transformers has a length of its own, and vLLM's table ends there."""
+    path = changed(qwen3, tmp_path / "model")
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({key: values[key] for key in values if key != LENGTH}))
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    with pytest.raises(DeclinedError, match="ends at 32768"):
+        name(engine(path, max_model_len=40_000))
 
 
 def test_quantization_files_beside_the_weights_count(moe: Path, tmp_path: Path) -> None:

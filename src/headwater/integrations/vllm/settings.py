@@ -17,6 +17,7 @@ from typing import Any
 from headwater.errors import ModelError
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.flags import counted_flags
+from headwater.integrations.vllm.positions import check_positions
 from headwater.integrations.vllm.weights import config_folder, list_code, local_path
 from headwater.models.config import FAMILIES, ModelConfig
 from headwater.models.config_hf import config_from_hf
@@ -68,10 +69,10 @@ def name_quantization(model: Any) -> str:
 def name_rope(config: Any) -> Mapping[str, Any]:
     """Rope as the reference engine would name it; `name_settings` names all of the config of models it does not run.
 
-    Raises DeclinedError where vLLM would read past the end of its rope table.
+    Raises DeclinedError where vLLM could read past the end of its rope table.
     """
     check_class(config.model_config)
-    _check_rope_table(config.model_config)
+    check_positions(config.model_config)
     known = _as_reference(config)
     if known is None:
         return {"architecture": str(config.model_config.architecture)}
@@ -98,23 +99,6 @@ def name_settings(config: Any) -> Mapping[str, Any]:
         "max_model_len": model.max_model_len if _reads_length(model) else None,
     }
     return {"config": _digest(whole, "configuration")}
-
-
-def _check_rope_table(model: Any) -> None:
-    """vLLM's table of a YaRN model ends at the trained length times the factor, wherever the model's own length ends.
-    It computes with whatever lies behind it, which differs between processes."""
-    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
-    for part in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
-        trained, factor = part.get("original_max_position_embeddings"), part.get("factor")
-        if (
-            str(part.get("rope_type")).endswith("yarn")
-            and trained
-            and factor
-            and model.max_model_len > trained * factor
-        ):
-            raise DeclinedError(
-                f"max_model_len is {model.max_model_len}, and vLLM's rope table ends at {trained * factor:g} (YaRN)"
-            )
 
 
 def _as_reference(config: Any) -> ModelConfig | None:
