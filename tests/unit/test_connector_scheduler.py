@@ -126,6 +126,23 @@ def fill(space: Space, num_tokens: int, first: int = 1) -> list[ChunkRef]:
 # ---- when something is saved --------------------------------------------------------------------------------------
 
 
+def test_what_was_found_for_a_step_is_not_looked_for_again_in_it(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that the engine has itself, and the pool too, but for its last chunk: only that one is asked for, and
+    saved. In a later step nothing is taken for granted."""
+    engine = Engine(space)
+    fill(space, 3 * CHUNK)
+    asked = list[int]()
+    exists = space.exists
+    monkeypatch.setattr(type(space), "exists", lambda self, refs: asked.append(len(refs)) or exists(refs))
+    request = engine.add("a", 4 * CHUNK)
+    engine.start(request, num_local=3 * CHUNK)
+    assert spans(engine.step((request, CHUNK)).during) == [("a", 3 * CHUNK, 4 * CHUNK)]
+    assert asked == [1]
+    engine.side.hear(StepReport(unsaved={"a": 0}))
+    engine.steps(request, 8)
+    assert asked[1] == 4
+
+
 def test_a_prompt_is_saved_in_the_steps_that_compute_it(space: Space) -> None:
     engine = Engine(space)
     a = engine.add("a", 45)
@@ -520,6 +537,8 @@ class FakeFetch:
 
 class FetchingSpace:
     """A space some of whose chunks are in a lower tier."""
+
+    has_lower_tiers = True
 
     def __init__(self, space: Space, *results: FakeFetch | None) -> None:
         self._space = space

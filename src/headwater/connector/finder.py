@@ -64,7 +64,9 @@ class Finder:
         # Named again: between two questions of one request, the space may have seen many other tenants.
         if inputs is not None and (inputs.tenant or inputs.adapter):
             space.root(tenant=inputs.tenant, adapter=inputs.adapter)
-        return self._asker.ask(lambda: space.match(tracked.keys, max_tokens=num_tokens), Match(()))
+        match = self._asker.ask(lambda: space.match(tracked.keys, max_tokens=num_tokens), Match(()))
+        tracked.is_fresh = not space.has_lower_tiers
+        return match
 
     def _num_new(self, tracked: Tracked, wanted: Sequence[ChunkRef]) -> int:
         """Tokens that a load of these chunks spares the engine; 0 where that is not worth a load. The last token of a
@@ -110,7 +112,7 @@ class Finder:
     def lease(self, tracked: Tracked) -> None:
         """Keep what is to be loaded from eviction."""
         space, match = tracked.space, Match(tracked.wanted)
-        tracked.is_leased = True
+        tracked.is_leased, tracked.is_fresh = True, False
         self._asker.ask(lambda: space.lease(match, tracked.request_id), None)
 
     def release(self, tracked: Tracked) -> None:
@@ -122,5 +124,10 @@ class Finder:
             self._asker.tell(lambda: space.release(request_id))
 
     def exist(self, tracked: Tracked, chunks: Sequence[ChunkRef]) -> list[bool]:
-        """Whether each chunk is in the first tier; none where the pool cannot be asked."""
-        return self._asker.ask(lambda: tracked.space.exists(chunks), [False] * len(chunks))
+        """Whether each chunk is in the first tier; none where the pool cannot be asked. What was found a moment ago,
+        for the step that is being ordered, is not looked for again."""
+        match = tracked.match if tracked.is_fresh else None
+        found = {chunk.key for chunk in match.chunks} if match is not None else set()
+        rest = [chunk for chunk in chunks if chunk.key not in found]
+        answers = iter(self._asker.ask(lambda: tracked.space.exists(rest), [False] * len(rest)) if rest else ())
+        return [chunk.key in found or next(answers) for chunk in chunks]

@@ -196,6 +196,7 @@ class SchedulerSide:
                 is_shared = bool(uncertain) and not uncertain.isdisjoint(item.block_ids)
                 if not is_shared and item.num_computed <= tracked.num_explained:
                     during += self._save_step(tracked, item)
+            tracked.is_fresh = False
             tracked.num_computed = tracked.num_explained = item.num_computed + item.num_scheduled
             tracked.num_most = max(tracked.num_most, tracked.num_computed)
         orders = StepOrders(

@@ -159,6 +159,8 @@ class Tracked:
     num_explained: int = 0
     """Tokens that this side knows the engine to have: found in its own cache, loaded by us, or computed."""
     match: Match | None = None
+    is_fresh: bool = False
+    """The match was made for the step that is ordered next, and all of it is in the first tier."""
     num_local: int = 0
     """Tokens that the engine had itself when it was last asked about."""
     wanted: tuple[ChunkRef, ...] = ()
