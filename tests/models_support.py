@@ -52,7 +52,7 @@ class StubCache:
     """Planes of zeros for the KV heads of one rank."""
 
     def __init__(self, config: ModelConfig, num_pages: int, num_kv_heads: int) -> None:
-        shape = (num_pages, PAGE_SIZE, num_kv_heads, config.head_dim)
+        shape = (num_pages, PAGE_SIZE, num_kv_heads, config.attention.head_dim)
         self._planes = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
 
     def planes(self, layer: int) -> tuple[Tensor, ...]:

@@ -61,7 +61,7 @@ def test_logits_are_those_of_transformers(tiny: tuple[Path, Any]) -> None:
 def test_ranks_together_are_one_model(tiny: tuple[Path, Any], size: int) -> None:
     path, expected = tiny
     config = open_checkpoint(path).config
-    if config.num_kv_heads % size and size % config.num_kv_heads:
+    if config.attention.num_kv_heads % size and size % config.attention.num_kv_heads:
         with pytest.raises(TopologyError, match=f"tp={size}"):
             load_model(path, TensorParallel(0, size, NO_GROUP))
         return

@@ -14,27 +14,28 @@ class GroupedQueryAttention:
     """One layer's attention; writes the step's KV into the cache and reads all of it back through the backend."""
 
     def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
+        shape = config.attention
         heads = place.parallel.heads(config)
-        dim = config.head_dim
+        dim = shape.head_dim
         self._layer = layer
-        self._scale = config.scale
+        self._scale = shape.scale
         self._num_heads, self._num_kv_heads, self._dim = len(heads.query), len(heads.kv), dim
         kv_part = _scaled(heads.kv, dim)
         self.qkv = FusedLinear(
             config.hidden_size,
             (
-                Rows("q_proj", config.num_heads * dim, _scaled(heads.query, dim)),
-                Rows("k_proj", config.num_kv_heads * dim, kv_part),
-                Rows("v_proj", config.num_kv_heads * dim, kv_part),
+                Rows("q_proj", shape.num_heads * dim, _scaled(heads.query, dim)),
+                Rows("k_proj", shape.num_kv_heads * dim, kv_part),
+                Rows("v_proj", shape.num_kv_heads * dim, kv_part),
             ),
-            bias=config.qkv_bias,
+            bias=shape.qkv_bias,
             place=place,
         )
-        total = config.num_heads * dim
+        total = shape.num_heads * dim
         part = _scaled(heads.query, dim)
-        self.output = RowLinear(total, part, config.hidden_size, bias=config.output_bias, place=place)
-        self.q_norm = RMSNorm(dim, config.norm_eps, place) if config.qk_norm else None
-        self.k_norm = RMSNorm(dim, config.norm_eps, place) if config.qk_norm else None
+        self.output = RowLinear(total, part, config.hidden_size, bias=shape.output_bias, place=place)
+        self.q_norm = RMSNorm(dim, config.norm_eps, place) if shape.qk_norm else None
+        self.k_norm = RMSNorm(dim, config.norm_eps, place) if shape.qk_norm else None
         self._eps = config.norm_eps
 
     def __call__(self, x: Tensor, cos_sin: Tensor, ctx: StepContext) -> Tensor:

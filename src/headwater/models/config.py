@@ -1,4 +1,5 @@
-"""What a model is: its sizes, its family, its rotary positions. Plain data, whatever format the checkpoint has.
+"""What a model is: its family, its attention, its MLP, its rotary positions. Plain data, whatever format the checkpoint
+has.
 
 Nothing here reads files (see `checkpoint`) or allocates tensors (see `decoder`). What this engine cannot run exactly
 is refused when the config is built, not approximated.
@@ -49,6 +50,51 @@ FAMILIES: dict[str, Family] = {
 
 _NOT_COMPUTED_WITH = ("rope", "max_position_embeddings", "eos_token_ids", "bos_token_id", "stored_dtype")
 """Fields of a ModelConfig that are named apart, bound requests, end answers, or are for people."""
+_PARTS = ("attention", "mlp")
+"""Fields of a ModelConfig whose own fields are named beside it: names that KV was stored under must not change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQAConfig:
+    """Grouped-query attention: a KV head serves several query heads (MHA and MQA are its ends)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
+
+    @property
+    def scale(self) -> float:
+        """The factor of attention scores."""
+        return math.pow(self.head_dim, -0.5)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Numbers in the matrices of one layer."""
+        return hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+
+    def kv_spec(self, num_layers: int, dtype: str) -> KVSpec:
+        """One token's KV."""
+        return KVSpec.gqa(num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseConfig:
+    """A gated MLP that every token passes through."""
+
+    intermediate_size: int
+    mlp_bias: bool = False
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Numbers in the matrices of one layer."""
+        return 3 * hidden_size * self.intermediate_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +104,12 @@ class ModelConfig:
     family: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    attention: GQAConfig
+    mlp: DenseConfig
     norm_eps: float
     rope: RopeConfig
     tie_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -78,26 +118,21 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         family_named(self.family)
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly")
-        if self.head_dim % 2:
-            raise ModelError(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ModelError(f"end-of-sequence token {token_id} is outside the vocabulary of {self.vocab_size}")
 
     @property
-    def scale(self) -> float:
-        """What attention scores are multiplied with."""
-        return math.pow(self.head_dim, -0.5)
-
-    @property
     def num_parameters(self) -> int:
-        """Numbers in all weights; tied embeddings count once."""
-        heads = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        layer = heads + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        """Numbers in all matrices and in the norms between layers; tied embeddings count once."""
+        layer = self.attention.num_parameters(self.hidden_size) + 2 * self.hidden_size
+        mlps = sum(self.mlp_of(number).num_parameters(self.hidden_size) for number in range(self.num_layers))
         tables = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
-        return self.num_layers * layer + tables + self.hidden_size
+        return self.num_layers * layer + mlps + tables + self.hidden_size
+
+    def mlp_of(self, layer: int) -> DenseConfig:
+        """The MLP of one layer."""
+        return self.mlp
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -105,13 +140,22 @@ class ModelConfig:
 
         Sizes count, though weights have them too: vLLM loads the first rows of a matrix larger than its config says.
         """
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_COMPUTED_WITH}
+        return {name: value for name, value in self.flat().items() if name not in _NOT_COMPUTED_WITH}
+
+    def flat(self) -> dict[str, Any]:
+        """Every field by name, those of the parts beside the model's own."""
+        found = _named(self)
+        for name in _PARTS:
+            found |= _named(found.pop(name))
+        return found
 
     def kv_spec(self, dtype: str) -> KVSpec:
         """What one token's KV is, when the model runs in `dtype`."""
-        return KVSpec.gqa(
-            num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype
-        )
+        return self.attention.kv_spec(self.num_layers, dtype)
+
+
+def _named(part: Any) -> dict[str, Any]:
+    return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
 def family_named(name: str) -> Family:

@@ -13,11 +13,12 @@ class GatedMLP:
     """`down(silu(gate(x)) * up(x))`, its width divided over the ranks."""
 
     def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
-        width = config.intermediate_size
+        shape = config.mlp
+        width = shape.intermediate_size
         part = place.parallel.share(width)
         rows = (Rows("gate_proj", width, part), Rows("up_proj", width, part))
-        self.gate_up = FusedLinear(config.hidden_size, rows, bias=config.mlp_bias, place=place)
-        self.down = RowLinear(width, part, config.hidden_size, bias=config.mlp_bias, place=place)
+        self.gate_up = FusedLinear(config.hidden_size, rows, bias=shape.mlp_bias, place=place)
+        self.down = RowLinear(width, part, config.hidden_size, bias=shape.mlp_bias, place=place)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(silu_and_mul(self.gate_up(x)))

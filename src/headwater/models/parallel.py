@@ -44,12 +44,13 @@ class TensorParallel:
         """This rank's heads. KV heads are replicated where there are more ranks than heads. Raises TopologyError
         where the KV heads cannot be divided, and ModelError where the query heads cannot."""
         kv = Topology(tp=self.size).shard(config.kv_spec("float32"), tp_rank=self.rank).heads
-        if config.num_heads % self.size:
+        num_heads = config.attention.num_heads
+        if num_heads % self.size:
             raise ModelError(
-                f"{config.num_heads} attention heads cannot be divided over tensor_parallel_size={self.size}; "
-                f"it must divide their number"
+                f"{num_heads} attention heads cannot be divided over tensor_parallel_size={self.size}; it must divide "
+                "their number"
             )
-        share = config.num_heads // self.size
+        share = num_heads // self.size
         return HeadShare(range(self.rank * share, (self.rank + 1) * share), kv)
 
     def all_reduce(self, x: Tensor) -> Tensor:
