@@ -16,7 +16,7 @@ from headwater.models.checkpoint import open_checkpoint
 from headwater.models.config import ModelConfig
 from headwater.models.context import StepContext
 from headwater.models.decoder import Decoder, build_model
-from headwater.models.parallel import TensorParallel
+from headwater.models.parallel import Ranks, TensorParallel
 from headwater.models.weights import load_weights
 
 torch.set_num_threads(1)  # these models are so small that threads only wait for each other
@@ -63,7 +63,7 @@ def run_tokens(model: Decoder, token_ids: list[int], chunk: int | None = None) -
     """Logits of every position of one sequence, computed in chunks; its pages lie in reverse order."""
     total = len(token_ids)
     num_pages = -(-total // PAGE_SIZE)
-    cache = StubCache(model.config, num_pages, len(model.parallel.heads(model.config).kv))
+    cache = StubCache(model.config, num_pages, len(model.ranks.tp.heads(model.config).kv))
     pages = torch.arange(num_pages - 1, -1, -1)
     backend = ReferenceAttention()
     found = []
@@ -88,7 +88,7 @@ def run_tokens(model: Decoder, token_ids: list[int], chunk: int | None = None) -
 def load_model(path: Path | str, parallel: TensorParallel | None = None, **options: Any) -> Decoder:
     """Open, build and load."""
     checkpoint = open_checkpoint(path, **options)
-    model = build_model(checkpoint.config, parallel or TensorParallel())
+    model = build_model(checkpoint.config, Ranks(tp=parallel or TensorParallel()))
     load_weights(model, checkpoint)
     return model
 

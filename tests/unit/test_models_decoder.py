@@ -9,7 +9,7 @@ import torch
 from headwater.errors import ModelError, TopologyError
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.decoder import Decoder, build_model
-from headwater.models.parallel import TensorParallel
+from headwater.models.parallel import ParallelGroup, Ranks, TensorParallel
 from headwater.models.weights import load_weights
 
 from models_support import load_model, run_ranks, run_tokens, save_tiny
@@ -87,6 +87,12 @@ def test_shares_cover_every_width_once() -> None:
             shares = [TensorParallel(rank, size, NO_GROUP).share(total) for rank in range(size)]
             assert [i for share in shares for i in share] == list(range(total))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_groups_that_the_engine_does_not_have_are_refused() -> None:
+    for name in ("ep", "dcp", "pcp"):
+        with pytest.raises(ModelError, match=f"{name} has 2 ranks"):
+            Ranks(**{name: ParallelGroup(0, 2, NO_GROUP)})
 
 
 def test_dynamic_rope_only_within_its_trained_length(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ class GroupedQueryAttention:
 
     def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
         shape = config.attention
-        heads = place.parallel.heads(config)
+        heads = place.ranks.tp.heads(config)
         dim = shape.head_dim
         self._layer = layer
         self._scale = shape.scale

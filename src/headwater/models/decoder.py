@@ -17,7 +17,7 @@ from headwater.models.config import ModelConfig
 from headwater.models.context import StepContext
 from headwater.models.layers import Placement, RMSNorm, Targets, VocabEmbedding, VocabHead
 from headwater.models.mlp import GatedMLP
-from headwater.models.parallel import SINGLE, TensorParallel
+from headwater.models.parallel import ALONE, Ranks
 from headwater.models.weights import Target
 
 
@@ -82,7 +82,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, place: Placement, max_len: int) -> None:
         self.config = config
-        self.parallel = place.parallel
+        self.ranks = place.ranks
         self.dtype = place.dtype
         self.device = place.device
         self.max_len = max_len
@@ -135,7 +135,7 @@ class Decoder:
 
 def build_model(
     config: ModelConfig,
-    parallel: TensorParallel = SINGLE,
+    ranks: Ranks = ALONE,
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -146,4 +146,4 @@ def build_model(
     Raises ModelError or TopologyError where the heads cannot be divided, and ModelError for a `max_len` that the
     rotary embedding does not allow. Costs the memory of this rank's weights, and of the rotary table.
     """
-    return Decoder(config, Placement(parallel, dtype, torch.device(device)), max_len or config.max_position_embeddings)
+    return Decoder(config, Placement(ranks, dtype, torch.device(device)), max_len or config.max_position_embeddings)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwater.kernels.norm import add_rms_norm, rms_norm
 from headwater.models.memory import empty
-from headwater.models.parallel import TensorParallel
+from headwater.models.parallel import Ranks
 from headwater.models.weights import Target
 
 Targets = Iterator[tuple[str, Target]]
@@ -25,9 +25,9 @@ Targets = Iterator[tuple[str, Target]]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where parameters live, and which rank of how many holds them."""
+    """Where parameters live, and which rank of which groups holds them."""
 
-    parallel: TensorParallel
+    ranks: Ranks
     dtype: torch.dtype
     device: torch.device
 
@@ -85,12 +85,12 @@ class RowLinear:
         self.bias = place.vector(out_features) if bias else None
         self._total_in = total_in
         self._part = part
-        self._parallel = place.parallel
+        self._tp = place.ranks.tp
 
     def __call__(self, x: Tensor) -> Tensor:
         # One rank adds the bias, or the sum would hold it once per rank.
-        bias = self.bias if self._parallel.rank == 0 else None
-        return self._parallel.all_reduce(F.linear(x, self.weight, bias))
+        bias = self.bias if self._tp.rank == 0 else None
+        return self._tp.all_reduce(F.linear(x, self.weight, bias))
 
     def targets(self, prefix: str) -> Targets:
         """Some columns of the matrix, and all of the bias."""
@@ -123,19 +123,19 @@ class VocabEmbedding:
     """Token ids to vectors; each rank holds the rows of some tokens."""
 
     def __init__(self, vocab_size: int, width: int, place: Placement) -> None:
-        self._parallel = place.parallel
+        self._tp = place.ranks.tp
         self._vocab_size = vocab_size
-        self._part = place.parallel.share(vocab_size)
+        self._part = place.ranks.tp.share(vocab_size)
         self.weight = place.table(len(self._part), width)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        if self._parallel.size == 1:
+        if self._tp.size == 1:
             return F.embedding(token_ids, self.weight)
         # Another rank's tokens look up any row and contribute nothing.
         local = token_ids - self._part.start
         foreign = (local < 0) | (local >= len(self._part))
         found = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return self._parallel.all_reduce(found.masked_fill_(foreign.unsqueeze(-1), 0.0))
+        return self._tp.all_reduce(found.masked_fill_(foreign.unsqueeze(-1), 0.0))
 
     def targets(self, prefix: str) -> Targets:
         """The rows of this rank's tokens."""
@@ -146,14 +146,14 @@ class VocabHead:
     """Vectors to logits over the whole vocabulary, on every rank; `tied` shares the embedding's matrix."""
 
     def __init__(self, vocab_size: int, width: int, place: Placement, tied: VocabEmbedding | None) -> None:
-        self._parallel = place.parallel
+        self._tp = place.ranks.tp
         self._vocab_size = vocab_size
-        self._part = place.parallel.share(vocab_size)
+        self._part = place.ranks.tp.share(vocab_size)
         self._is_tied = tied is not None
         self.weight = tied.weight if tied is not None else place.matrix(len(self._part), width)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._parallel.all_gather(_product(x, self.weight), self._vocab_size)
+        return self._tp.all_gather(_product(x, self.weight), self._vocab_size)
 
     def targets(self, prefix: str) -> Targets:
         """The rows of this rank's tokens; none where the embedding is loaded already."""

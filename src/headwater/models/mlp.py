@@ -15,7 +15,7 @@ class GatedMLP:
     def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
         shape = config.mlp
         width = shape.intermediate_size
-        part = place.parallel.share(width)
+        part = place.ranks.tp.share(width)
         rows = (Rows("gate_proj", width, part), Rows("up_proj", width, part))
         self.gate_up = FusedLinear(config.hidden_size, rows, bias=shape.mlp_bias, place=place)
         self.down = RowLinear(width, part, config.hidden_size, bias=shape.mlp_bias, place=place)
