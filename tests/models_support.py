@@ -37,13 +37,16 @@ def save_tiny(path: Path, family: str, **changes: Any) -> Any:
     """Save a random model of a family under `path` and return it; all its weights, norms and biases too, are random."""
     import transformers
 
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    name = "".join(part.capitalize() for part in family.split("_"))
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.3 if "norm" in key else 0.15)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     model.save_pretrained(path)
     return model
 

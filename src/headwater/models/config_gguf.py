@@ -77,7 +77,7 @@ def config_from_gguf(
     prefix = f"{family.name}."
     fields = Fields({key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}, source)
     if fields.values.get("expert_count"):
-        raise fields.wrong("expert_count", "none: mixtures of experts are not supported")
+        raise fields.wrong("expert_count", "none: experts are read from safetensors only")
     if fields.values.get("attention.sliding_window"):
         raise fields.wrong("attention.sliding_window", "none: sliding windows are not supported")
     if general.integer("split.count", 0, 1 << 16, default=0) > 1:
@@ -106,7 +106,7 @@ def config_from_gguf(
             head_dim=head_dim,
             qkv_bias="blk.0.attn_q.bias" in tensor_names,
             output_bias="blk.0.attn_output.bias" in tensor_names,
-            qk_norm=family.qk_norm,
+            qk_norm=bool(family.qk_norm),
         ),
         mlp=DenseConfig(
             intermediate_size=fields.integer("feed_forward_length", 1, MAX_WIDTH * 4),

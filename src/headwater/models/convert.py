@@ -88,6 +88,8 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`config.json` in the spelling that transformers 4, 5 and the engines built on them all read. Raises ModelError
     for rotary factors that no rope type of theirs gives."""
     family = family_named(config.family)
+    if config.mlp is None or config.sparse is not None:
+        raise ModelError(f"{config.family} models have experts, which cannot be converted")
     scaling = _rope_scaling(config.rope)
     values: dict[str, Any] = {
         "architectures": [family.architecture],

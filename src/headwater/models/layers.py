@@ -41,6 +41,12 @@ class Placement:
             return empty(columns, rows, dtype=self.dtype, device=self.device).t()
         return empty(rows, columns, dtype=self.dtype, device=self.device)
 
+    def stack(self, count: int, rows: int, columns: int) -> Tensor:
+        """Uninitialised matrices, [count, rows, columns], each in the order of `matrix`."""
+        if self.device.type == "cpu":
+            return empty(count, columns, rows, dtype=self.dtype, device=self.device).transpose(1, 2)
+        return empty(count, rows, columns, dtype=self.dtype, device=self.device)
+
     def table(self, rows: int, columns: int) -> Tensor:
         """An uninitialised [rows, columns] parameter whose rows are looked up."""
         return empty(rows, columns, dtype=self.dtype, device=self.device)
@@ -88,9 +94,13 @@ class RowLinear:
         self._tp = place.ranks.tp
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self._tp.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's term of the sum."""
         # One rank adds the bias, or the sum would hold it once per rank.
         bias = self.bias if self._tp.rank == 0 else None
-        return self._tp.all_reduce(F.linear(x, self.weight, bias))
+        return F.linear(x, self.weight, bias)
 
     def targets(self, prefix: str) -> Targets:
         """Some columns of the matrix, and all of the bias."""
@@ -117,6 +127,33 @@ class RMSNorm:
     def targets(self, prefix: str) -> Targets:
         """One vector."""
         yield f"{prefix}.weight", Target(self.weight, tuple(self.weight.shape), 0, range(self.weight.shape[0]))
+
+
+class WidthNorm:
+    """Norms over widths that are divided over the ranks: of queries and of keys, with one sum over the ranks."""
+
+    def __init__(self, rows: Sequence[Rows], eps: float, place: Placement) -> None:
+        self.weights = [place.vector(len(part)) for _, _, part in rows]
+        self.eps = eps
+        self._rows = tuple(rows)
+        self._tp = place.ranks.tp
+
+    def __call__(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The norm of each [rows, width] part, in its dtype."""
+        wide = [part.float() for part in parts]
+        sums = self._tp.all_reduce(torch.stack([part.square().sum(dim=-1) for part in wide]))
+        # All ranks hold as much as this one, and where heads are replicated the sum has counted them as often.
+        widths = [self._tp.size * part.shape[-1] for part in wide]
+        factors = [torch.rsqrt(total / width + self.eps) for total, width in zip(sums, widths, strict=True)]
+        return [
+            (part * factor.unsqueeze(-1)).to(weight.dtype) * weight
+            for part, factor, weight in zip(wide, factors, self.weights, strict=True)
+        ]
+
+    def targets(self, prefix: str) -> Targets:
+        """This rank's part of each vector."""
+        for weight, (name, total, part) in zip(self.weights, self._rows, strict=True):
+            yield f"{prefix}.{name}.weight", Target(weight, (total,), 0, part)
 
 
 class VocabEmbedding:
