@@ -21,7 +21,9 @@ def engine_identity(checkpoint: Checkpoint, dtype: str, load_format: str, device
     rope = canonical_rope(json.loads(json.dumps(asdict(checkpoint.config.rope))))
     settings = canonical_settings(checkpoint.config.settings)
     if load_format == "dummy":
-        config = json.dumps(asdict(checkpoint.config), sort_keys=True, default=str)
+        config = json.dumps(
+            checkpoint.config.flat() | {"rope": asdict(checkpoint.config.rope)}, sort_keys=True, default=str
+        )
         made_on = f"headwater random weights v2\0{device_kind}\0{config}"
         weights = f"sha256:{hashlib.sha256(made_on.encode()).hexdigest()}"
         return Identity(

@@ -16,10 +16,11 @@ from headwater.kernels.store import check_store, store_kv_torch
 def apply_rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
     """Rotate `q` [rows, heads, dim] and `k` [rows, kv_heads, dim] in place; strided views will do.
 
-    `cos_sin` is float32 [max_len, dim], the cosines of the dim / 2 angles and then their sines; `positions` int64
-    [rows]. A position outside the table is the caller's bug; on CUDA it is not detected. One launch.
+    `cos_sin` is float32 [max_len, part], the cosines of the part / 2 angles and then their sines: the first `part` of
+    each head's `dim` is rotated, and the rest is left as it is. `positions` is int64 [rows]. A position outside the
+    table is the caller's bug; on CUDA it is not detected. One launch where whole heads are rotated.
     """
-    if runs_triton(q):
+    if runs_triton(q) and rotates_all(q, cos_sin):
         from headwater.kernels.rope_triton import apply_rope_triton
 
         apply_rope_triton(q, k, cos_sin, positions)
@@ -49,7 +50,7 @@ def rope_and_store(
     Shapes are those of `apply_rope` and `store_kv`; `q_norm` and `k_norm` are [dim], given together or not at all,
     and apply to each head. What `k` holds afterwards is unspecified. Returns nothing: `q` is ready for attention.
     """
-    if runs_triton(q):
+    if runs_triton(q) and rotates_all(q, cos_sin):
         from headwater.kernels.rope_triton import rope_and_store_triton
 
         rope_and_store_triton(q, k, v, cos_sin, positions, k_pages, v_pages, slots, q_norm, k_norm, eps)
@@ -61,8 +62,8 @@ def apply_rope_torch(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -
     """`apply_rope` in plain torch."""
     check_rope(q, k, cos_sin, positions)
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-    _rotate(q, cos, sin)
-    _rotate(k, cos, sin)
+    _rotate(q[..., : cos_sin.shape[1]], cos, sin)
+    _rotate(k[..., : cos_sin.shape[1]], cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -97,6 +98,11 @@ def rope_and_store_torch(
     store_kv_torch(k, v, k_pages, v_pages, slots)
 
 
+def rotates_all(q: Tensor, cos_sin: Tensor) -> bool:
+    """Whether whole heads are rotated: the Triton kernels do nothing else."""
+    return q.shape[-1] == cos_sin.shape[-1]
+
+
 def check_rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
     """What `apply_rope` asks of its arguments; host data only."""
     require(
@@ -112,12 +118,13 @@ def check_rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None
     )
     require(
         cos_sin.dim() == 2
-        and cos_sin.shape[1] == q.shape[2]
+        and cos_sin.shape[1] <= q.shape[2]
+        and cos_sin.shape[1] % 2 == 0
         and cos_sin.dtype == torch.float32
         and cos_sin.stride(1) == 1
         and positions.shape == (q.shape[0],)
         and positions.dtype == torch.int64,
-        "cos_sin float32 [max_len, dim] and positions int64 [rows]",
+        "cos_sin float32 [max_len, at most dim, even] and positions int64 [rows]",
         q=q,
         cos_sin=cos_sin,
         positions=positions,

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.kernels.rope import check_rope, check_rope_and_store
+from headwater.kernels.dispatch import require
+from headwater.kernels.rope import check_rope, check_rope_and_store, rotates_all
 from headwater.kernels.store_triton import copy_heads
 
 
@@ -55,6 +56,7 @@ def _launch(
     *,
     store: bool,
 ) -> None:
+    require(rotates_all(q, cos_sin), "cos_sin as wide as the heads", q=q, cos_sin=cos_sin)
     num_rows, num_heads, dim = q.shape
     num_kv_heads = k.shape[1]
     if num_rows == 0:
