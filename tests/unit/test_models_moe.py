@@ -406,6 +406,45 @@ def test_what_cannot_be_run_alike_is_refused(name: str, changes: dict[str, Any],
         config_from_hf(hf_config(name, **changes))
 
 
+NULLS: dict[str, tuple[str, ...]] = {
+    "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size", "router_jitter_noise"),
+    "qwen2_moe": ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "shared_expert_intermediate_size"),
+    "qwen3_moe": ("norm_topk_prob", "num_experts", "mlp_only_layers", "moe_intermediate_size"),
+    "olmoe": ("num_experts", "num_experts_per_tok"),
+    "glm4_moe": ("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "num_nextn_predict_layers")
+    + ("norm_topk_prob", "use_qk_norm", "n_shared_experts", "attention_bias"),
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in NULLS.items() for key in keys])
+def test_null_is_not_the_same_as_absent(name: str, key: str) -> None:
+    with pytest.raises(ModelError, match=f"null is the value of {key}"):
+        config_from_hf(hf_config(name, **{key: None}))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("mixtral", "norm_topk_prob"),
+        ("qwen2_moe", "qkv_bias"),
+        ("qwen2_moe", "use_sliding_window"),
+        ("qwen3_moe", "a_key_of_a_fork"),
+        ("olmoe", "rms_norm_eps"),
+        ("glm4_moe", "scoring_func"),
+    ],
+)
+def test_null_does_not_hide_a_key_that_is_not_known(name: str, key: str) -> None:
+    with pytest.raises(ModelError, match=f"does not know {key}"):
+        config_from_hf(hf_config(name, **{key: None}))
+
+
+def test_no_clipping_is_null() -> None:
+    values = hf_config("olmoe")
+    assert values["clip_qkv"] is None
+    without = {key: value for key, value in values.items() if key != "clip_qkv"}
+    assert config_from_hf(values) == config_from_hf(without)
+
+
 def test_dense_families_have_no_experts() -> None:
     values = hf_config("qwen3_moe") | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     with pytest.raises(ModelError, match="qwen3 models have no experts"):

@@ -57,14 +57,15 @@ def save_moe(directory: Path) -> Path:
     return directory
 
 
-def save_experts(directory: Path, family: str) -> Path:
+def save_experts(directory: Path, family: str, **changes: Any) -> Path:
     """A small random model of a family with experts, in which routing decides about tokens."""
     import torch
     import transformers
 
     searched = SEARCH_FAMILIES[family]
     torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model(searched.model_type, initializer_range=0.15, **searched.config)
+    values = searched.config | {"max_position_embeddings": 4096, "initializer_range": 0.15} | changes
+    config = transformers.AutoConfig.for_model(searched.model_type, **values)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
