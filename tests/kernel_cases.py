@@ -6,12 +6,13 @@ Everything that a kernel must not read (unused pages, the tail of a last page, t
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from headwater.kernels.attention import AttentionBatch
+from headwater.kernels.attention import AttentionBackend, AttentionBatch
+from headwater.kernels.rope import RopeOrder
 
 PAGE_SIZES = (1, 3, 16, 48)
 HEAD_DIMS = (8, 16, 64, 80, 128)
@@ -146,6 +147,9 @@ class RopeCase:
     seed: int
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    width: int | None = None
+    """How much of the head is rotated; all of it if None."""
+    order: RopeOrder = "halves"
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -153,7 +157,7 @@ class RopeCase:
         fused = torch.randn(self.rows, heads, self.dim, device=self.device).to(self.dtype)
         self.q, self.k, self.v = fused.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         max_len = 50
-        angles = torch.rand(max_len, self.dim // 2) * 6
+        angles = torch.rand(max_len, (self.width or self.dim) // 2) * 6
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.device)
         self.positions = torch.randint(0, max_len, (self.rows,), device=self.device)
         num_pages = -(-self.rows // self.page_size) + 2
@@ -176,11 +180,14 @@ class RopeCase:
 
 def random_rope_case(rng: random.Random, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> RopeCase:
     """Any shape that a model might have, and odd ones."""
+    dim = rng.choice((*HEAD_DIMS, 2, 6))
     return RopeCase(
         rows=rng.choice((1, 2, 7, 33)),
         heads=rng.choice((1, 3, 8, 12)),
         kv_heads=rng.choice((1, 2, 3, 9)),
-        dim=rng.choice((*HEAD_DIMS, 2, 6)),
+        dim=dim,
+        width=rng.choice((None, 2 * rng.randint(1, dim // 2))),
+        order=rng.choice(("halves", "pairs")),
         page_size=rng.choice(PAGE_SIZES),
         layout=rng.choice(LAYOUTS),
         seed=rng.randrange(2**31),

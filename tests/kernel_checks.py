@@ -73,8 +73,8 @@ def check_rope(rng: random.Random, device: str, dtype: torch.dtype) -> None:
     """`apply_rope`, in place on slices of a fused product, whose other parts stay."""
     case = random_rope_case(rng, device=device, dtype=dtype)
     q, k, v = case.q.clone(), case.k.clone(), case.v.clone()
-    apply_rope_torch(q, k, case.cos_sin, case.positions)
-    apply_rope_triton(case.q, case.k, case.cos_sin, case.positions)
+    apply_rope_torch(q, k, case.cos_sin, case.positions, case.order)
+    apply_rope_triton(case.q, case.k, case.cos_sin, case.positions, case.order)
     assert relative_error(case.q, q) < tolerance(dtype)
     assert relative_error(case.k, k) < tolerance(dtype)
     assert torch.equal(case.v, v)
@@ -86,8 +86,9 @@ def check_rope_and_store(rng: random.Random, device: str, dtype: torch.dtype) ->
     got = RopeCase(**{name: getattr(expected, name) for name in RopeCase.__dataclass_fields__})
     norms = rng.random() < 0.5
     for function, case in ((rope_and_store_torch, expected), (rope_and_store_triton, got)):
+        args = (case.q, case.k, case.v, case.cos_sin, case.positions, case.k_pages, case.v_pages, case.slots)
         weights = (case.q_norm, case.k_norm, case.eps) if norms else ()
-        function(case.q, case.k, case.v, case.cos_sin, case.positions, case.k_pages, case.v_pages, case.slots, *weights)
+        function(*args, *weights, order=case.order)
     assert relative_error(got.q, expected.q) < tolerance(dtype)
     for plane, expected_plane in ((got.k_pages, expected.k_pages), (got.v_pages, expected.v_pages)):
         untouched = expected_plane.isnan()
