@@ -113,6 +113,47 @@ class AttentionCase:
         return self.shape.dim**-0.5
 
 
+@dataclass
+class LatentCase:
+    """Arguments of `run_latent`: the planes of one layer, and queries that are slices of something wider."""
+
+    shape: AttentionShape
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    rope: int = 16
+    empty: tuple[int, ...] = ()
+    """Requests of whose tokens nothing is here, as on a rank that holds others."""
+
+    def __post_init__(self) -> None:
+        shape = replace(self.shape, kv_heads=1, v_dim=self.rope)
+        whole = AttentionCase(shape, device=self.device, dtype=self.dtype)
+        self.latent_pages, self.rope_pages = whole.k_pages, whole.v_pages
+        self.q_latent = whole.q
+        fused = torch.full((len(whole.q), shape.group, 5 + self.rope), float("nan"), dtype=self.dtype)
+        fused[..., 5:] = torch.randn(len(whole.q), shape.group, self.rope)
+        self.q_rope = fused.to(self.device)[..., 5:]
+        kv_lens = tuple(0 if i in self.empty else n for i, n in enumerate(whole.batch.kv_lens_cpu))
+        held = torch.tensor(kv_lens, dtype=torch.int32, device=self.device)
+        self.batch = replace(whole.batch, kv_lens=held, kv_lens_cpu=kv_lens)
+        self.scale = 1.3 * (shape.dim + self.rope) ** -0.5
+
+    def run(self, backend: AttentionBackend) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        lse = torch.full(self.q_latent.shape[:2], float("nan"), dtype=torch.float32, device=self.device)
+        args = (self.q_latent, self.q_rope, self.latent_pages, self.rope_pages)
+        return backend.run_latent(*args, backend.plan(self.batch), self.scale, lse), lse
+
+
+def random_latent_case(
+    rng: random.Random, *, device: str = "cpu", dtype: torch.dtype = torch.float32, max_prefix: int = 100
+) -> LatentCase:
+    """A mixed batch over latents, some requests without a token here."""
+    shape = random_shape(rng, max_query=12, max_prefix=max_prefix)
+    shape = replace(shape, group=rng.choice((1, 4, 5, 16, 40)), dim=rng.choice((16, 24, 64)))
+    empty = tuple(i for i in range(len(shape.query_lens)) if rng.random() < 0.2)
+    return LatentCase(shape, device=device, dtype=dtype, rope=rng.choice((8, 16, 24)), empty=empty)
+
+
 def random_shape(
     rng: random.Random, *, max_requests: int = 4, max_query: int = 40, max_prefix: int = 100
 ) -> AttentionShape:
