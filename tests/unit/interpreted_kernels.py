@@ -10,17 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import moe_cases
 from headwater.kernels.attention.triton_backend import decode_splits, prefill_splits
 from headwater.kernels.attention.triton_decode import decode_config
 from headwater.kernels.attention.triton_prefill import prefill_config
+from headwater.kernels.moe_reference import run_experts_loop
+from headwater.kernels.moe_triton import run_experts_triton
 
 import kernel_checks
-from kernel_cases import AttentionShape
+from kernel_cases import AttentionShape, relative_error
 
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("check", kernel_checks.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", kernel_checks.CHECKS + moe_cases.CHECKS, ids=lambda check: check.__name__)
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**31))
 def test_equals_reference(check, seed):
@@ -45,6 +48,19 @@ def test_rows_of_one_tile_on_both_sides_of_a_split():
 def test_queries_that_begin_at_the_edge_of_a_block():
     shape = AttentionShape((3,) * 4, (30, 31, 32, 62), num_decodes=0, kv_heads=1, group=1, dim=16)
     kernel_checks.check_attention(random.Random(0), "cpu", torch.float32, shape=shape)
+
+
+@pytest.mark.parametrize("choice", moe_cases.CHOICES)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_experts_however_they_are_chosen(choice, rows):
+    case = moe_cases.ExpertsCase(rows, 8, 2, 48, 24, choice, seed=1)
+    expected = run_experts_loop(*case.args)
+    assert relative_error(run_experts_triton(*case.args), expected) < 1e-5
+
+
+def test_no_rows_have_no_experts():
+    case = moe_cases.ExpertsCase(0, 8, 2, 48, 24, "uniform", seed=1)
+    assert run_experts_triton(*case.args).shape == (0, 48)
 
 
 @given(

@@ -1,0 +1,138 @@
+"""Random experts and choices, and the checks that Triton's kernels equal their references; for CPU and GPU tests."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwater.kernels.moe_reference import run_experts_loop, sort_pairs_torch
+from headwater.kernels.moe_triton import (
+    ExpertsConfig,
+    GemmConfig,
+    grouped_gate_up,
+    run_experts_triton,
+    sort_pairs,
+)
+
+from kernel_cases import relative_error, tolerance
+
+CHOICES = ("uniform", "skewed", "one", "foreign", "all-foreign")
+SMALL = ExpertsConfig(16, GemmConfig(32, 32, 4, 2), GemmConfig(32, 32, 4, 2))
+
+
+@dataclass
+class ExpertsCase:
+    """Arguments of `run_experts`. Experts that nobody chose are NaN, and so is memory between strided rows."""
+
+    rows: int
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    choice: str
+    seed: int
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        self.ids = self._choose().int().contiguous().to(self.device)
+        self.weights = torch.rand(self.rows, self.top_k, device=self.device) + 0.1
+        self.x = self._filled(self.rows, self.hidden + 8)[:, : self.hidden]
+        self.gate_up = self._filled(self.experts, 2 * self.inner, self.hidden) * self.hidden**-0.5
+        self.down = self._filled(self.experts, self.hidden, self.inner) * self.inner**-0.5
+        unused = torch.ones(self.experts, dtype=torch.bool)
+        chosen = self.ids.flatten().cpu().long()
+        unused[chosen[(chosen >= 0) & (chosen < self.experts)]] = False
+        self.gate_up[unused.to(self.device)] = float("nan")
+        self.down[unused.to(self.device)] = float("nan")
+
+    def _filled(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def _choose(self) -> Tensor:
+        if self.choice == "one":  # every row's every choice is one expert: more than a router would do
+            return torch.full((self.rows, self.top_k), self.experts - 1)
+        if self.choice == "all-foreign":
+            return torch.full((self.rows, self.top_k), -1)
+        odds = torch.ones(self.experts)
+        if self.choice == "skewed":
+            odds = 1.0 / torch.arange(1, self.experts + 1) ** 2
+        ids = torch.multinomial(odds.expand(max(self.rows, 1), -1), self.top_k)[: self.rows]
+        if self.choice == "foreign":
+            foreign = torch.rand(ids.shape) < 0.4
+            ids = torch.where(foreign, torch.where(torch.rand(ids.shape) < 0.5, -1, self.experts + 3), ids)
+        return ids
+
+    @property
+    def args(self) -> tuple[Tensor, ...]:
+        return self.x, self.ids, self.weights, self.gate_up, self.down
+
+
+def random_experts_case(
+    rng: random.Random, *, device: str = "cpu", dtype: torch.dtype = torch.float32, max_rows: int = 60
+) -> ExpertsCase:
+    """Any shape that a model might have, and odd ones."""
+    experts = rng.choice((1, 4, 7, 16, 33))
+    return ExpertsCase(
+        rows=rng.choice((1, 2, 3, rng.randint(1, max_rows))),
+        experts=experts,
+        top_k=rng.randint(1, min(experts, 6)),
+        hidden=rng.choice((8, 32, 48, 72)),
+        inner=rng.choice((8, 24, 32, 40)),
+        choice=rng.choice(CHOICES),
+        seed=rng.randrange(2**31),
+        device=device,
+        dtype=dtype,
+    )
+
+
+def check_experts(rng: random.Random, device: str, dtype: torch.dtype) -> None:
+    """Both ways to the result, whichever the number of pairs would choose, and the same bits twice."""
+    case = random_experts_case(rng, device=device, dtype=dtype)
+    expected = run_experts_loop(*case.args)
+    for config in (None, SMALL):
+        got = run_experts_triton(*case.args, config)
+        assert got.is_contiguous()
+        assert got.dtype == dtype
+        assert relative_error(got, expected) < tolerance(dtype), (case, config)
+        assert torch.equal(run_experts_triton(*case.args, config), got)
+
+
+def check_sorting(rng: random.Random, device: str, dtype: torch.dtype) -> None:
+    """Order, counts and tiles: every row of every expert in exactly one tile, and nothing behind them."""
+    case = random_experts_case(rng, device=device, dtype=dtype, max_rows=1500)
+    block_rows = rng.choice((16, 64))
+    pairs = sort_pairs(case.ids, case.experts, block_rows)
+    order, counts = sort_pairs_torch(case.ids, case.experts)
+    num_own = int(counts.sum())
+    assert torch.equal(pairs.counts, counts)
+    assert torch.equal(pairs.order[:num_own].long(), order[:num_own])
+    expected, start = [], 0
+    for expert, count in enumerate(counts.tolist()):
+        expected += [(expert, first, start + count) for first in range(start, start + count, block_rows)]
+        start += count
+    tiles = list(zip(*pairs.tiles.tolist(), strict=True))
+    assert tiles[: len(expected)] == expected
+    assert all(tile[0] == -1 for tile in tiles[len(expected) :])
+
+
+def check_gate_up(rng: random.Random, device: str, dtype: torch.dtype) -> None:
+    """`grouped_gate_up` alone, in the sorted order."""
+    case = random_experts_case(rng, device=device, dtype=dtype)
+    pairs = sort_pairs(case.ids, case.experts, 16)
+    got = grouped_gate_up(case.x, pairs, case.gate_up, SMALL.gate_up)
+    order, counts = sort_pairs_torch(case.ids, case.experts)
+    start = 0
+    for expert, count in enumerate(counts.tolist()):
+        rows = order[start : start + count] // case.top_k
+        gate, up = (case.x[rows].float() @ case.gate_up[expert].float().T).chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+        assert count == 0 or relative_error(got[start : start + count], expected) < tolerance(dtype), case
+        start += count
+
+
+CHECKS = (check_experts, check_sorting, check_gate_up)
