@@ -84,11 +84,13 @@ def check_rope(rng: random.Random, device: str, dtype: torch.dtype) -> None:
     assert torch.equal(case.v, v)
 
 
-def check_rope_and_store(rng: random.Random, device: str, dtype: torch.dtype) -> None:
+def check_rope_and_store(
+    rng: random.Random, device: str, dtype: torch.dtype, *, case: RopeCase | None = None, norms: bool | None = None
+) -> None:
     """`rope_and_store`, with and without the norms, against its composition."""
-    expected = random_rope_case(rng, device=device, dtype=dtype)
+    expected = case or random_rope_case(rng, device=device, dtype=dtype)
     got = RopeCase(**{name: getattr(expected, name) for name in RopeCase.__dataclass_fields__})
-    norms = rng.random() < 0.5
+    norms = rng.random() < 0.5 if norms is None else norms
     for function, case in ((rope_and_store_torch, expected), (rope_and_store_triton, got)):
         args = (case.q, case.k, case.v, case.cos_sin, case.positions, case.k_pages, case.v_pages, case.slots)
         weights = (case.q_norm, case.k_norm, case.eps) if norms else ()

@@ -16,6 +16,7 @@ from headwater.kernels.moe_triton import (
     run_experts_triton,
     sort_pairs,
 )
+from headwater.kernels.route_triton import route_triton
 
 from kernel_cases import relative_error, tolerance
 
@@ -135,4 +136,53 @@ def check_gate_up(rng: random.Random, device: str, dtype: torch.dtype) -> None:
         start += count
 
 
-CHECKS = (check_experts, check_sorting, check_gate_up)
+def check_route(rng: random.Random, device: str, dtype: torch.dtype) -> None:
+    """Every rule's choice and weights, row by row, against sorting the scores in Python."""
+    num_groups, size = rng.choice(((1, 8), (1, 60), (4, 5), (8, 8), (3, 2)))
+    kept = rng.randint(1, num_groups)
+    rule = {
+        "top_k": rng.randint(1, min(kept * size, 8)),
+        "scores": rng.choice(("softmax", "sigmoid")),
+        "num_groups": num_groups,
+        "groups_kept": kept,
+        "group_score": rng.choice(("max", "top2")),
+        "renormalise": rng.random() < 0.5,
+        "scaling": rng.choice((1.0, 2.5)),
+    }
+    torch.manual_seed(rng.randrange(2**31))
+    logits = torch.randn(5, num_groups * size, device=device) * 2
+    bias = torch.randn(num_groups * size, device=device) * 0.3 if rng.random() < 0.5 else None
+    ids, weights = route_triton(logits, bias, **rule)
+    assert ids.dtype == torch.int32
+    for row in range(len(logits)):
+        expected = _route_row(logits[row].cpu(), None if bias is None else bias.cpu(), **rule)
+        assert ids[row].tolist() == [expert for expert, _ in expected], rule
+        wanted = torch.tensor([weight for _, weight in expected])
+        torch.testing.assert_close(weights[row].cpu(), wanted, rtol=1e-4, atol=1e-6)
+
+
+def _route_row(
+    logits: Tensor,
+    bias: Tensor | None,
+    *,
+    top_k: int,
+    scores: str,
+    num_groups: int,
+    groups_kept: int,
+    group_score: str,
+    renormalise: bool,
+    scaling: float,
+) -> list[tuple[int, float]]:
+    score = logits.double().softmax(0) if scores == "softmax" else logits.double().sigmoid()
+    choice = (score if bias is None else score + bias.double()).tolist()
+    size = len(choice) // num_groups
+    groups = [range(start, start + size) for start in range(0, len(choice), size)]
+    of_group = 2 if group_score == "top2" else 1
+    groups.sort(key=lambda group: -sum(sorted((choice[e] for e in group), reverse=True)[:of_group]))
+    candidates = sorted((e for group in groups[:groups_kept] for e in group), key=lambda e: -choice[e])
+    best = candidates[:top_k]
+    total = sum(float(score[e]) for e in best) if renormalise else 1.0
+    return [(e, float(score[e]) / total * scaling) for e in best]
+
+
+CHECKS = (check_experts, check_sorting, check_gate_up, check_route)

@@ -18,7 +18,7 @@ from headwater.kernels.moe_reference import run_experts_loop
 from headwater.kernels.moe_triton import run_experts_triton
 
 import kernel_checks
-from kernel_cases import AttentionShape, relative_error
+from kernel_cases import AttentionShape, RopeCase, relative_error
 
 torch.set_num_threads(1)
 
@@ -48,6 +48,12 @@ def test_rows_of_one_tile_on_both_sides_of_a_split():
 def test_queries_that_begin_at_the_edge_of_a_block():
     shape = AttentionShape((3,) * 4, (30, 31, 32, 62), num_decodes=0, kv_heads=1, group=1, dim=16)
     kernel_checks.check_attention(random.Random(0), "cpu", torch.float32, shape=shape)
+
+
+@pytest.mark.parametrize("order", ["halves", "pairs"])
+def test_the_norm_counts_what_is_not_rotated(order):
+    case = RopeCase(3, 2, 2, 16, 4, "layer-first", seed=1, width=8, order=order)
+    kernel_checks.check_rope_and_store(random.Random(0), "cpu", torch.float32, case=case, norms=True)
 
 
 @pytest.mark.parametrize("choice", moe_cases.CHOICES)
