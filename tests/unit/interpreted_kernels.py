@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import moe_cases
 from headwater.kernels.attention.triton_backend import decode_splits, prefill_splits
 from headwater.kernels.attention.triton_decode import decode_config
+from headwater.kernels.attention.triton_latent import latent_splits
 from headwater.kernels.attention.triton_prefill import prefill_config
 from headwater.kernels.moe_reference import run_experts_loop
 from headwater.kernels.moe_triton import run_experts_triton
@@ -79,6 +80,22 @@ def test_splits_cover_the_longest_request_and_fill_the_device(num_programs, max_
     num_splits, split_tokens = prefill_splits(num_programs, max_kv_len, num_sms)
     assert (num_splits - 1) * split_tokens < max_kv_len <= num_splits * split_tokens
     assert num_splits == 1 or (split_tokens % 128 == 0 and num_programs * num_splits <= num_sms)
+
+
+@given(
+    num_programs=st.integers(1, 5000), max_kv_len=st.integers(0, 200_000), num_sms=st.sampled_from((1, 16, 108, 132))
+)
+def test_splits_of_latents_can_all_be_used(num_programs, max_kv_len, num_sms):
+    num_splits, least = latent_splits(num_programs, max_kv_len, num_sms)
+    assert 1 <= num_splits <= 64
+    assert num_splits == 1 or (num_splits - 1) * least < max_kv_len
+
+
+def test_splits_of_latents_fill_the_last_wave():
+    assert latent_splits(64, 4096, 132)[0] == 2
+    assert latent_splits(128, 4096, 132)[0] == 1
+    assert latent_splits(100, 4096, 132)[0] == 5
+    assert latent_splits(1, 4096, 132)[0] == 32
 
 
 @pytest.mark.parametrize("shared_kib", [48, 99, 163, 227])
