@@ -63,7 +63,8 @@ LATENT = {
     16: [
         TileConfig(16, 32, 4, 2),
         TileConfig(16, 32, 4, 3),
-        TileConfig(16, 32, 4, 5),
+        TileConfig(16, 32, 4, 6),
+        TileConfig(16, 64, 4, 5),
         TileConfig(16, 64, 4, 2),
         TileConfig(16, 64, 8, 2),
         TileConfig(16, 64, 8, 3),
@@ -267,7 +268,7 @@ def latent(tune: bool) -> None:
                     config, run_with(config, factor * sms), want, graph_milliseconds
                 )
                 for config in (LATENT[heads] if tune else ())
-                for factor in (1, 2)
+                for factor in (1, 2, 4)
             },
             show,
         )
