@@ -411,8 +411,10 @@ NULLS: dict[str, tuple[str, ...]] = {
     "qwen2_moe": ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "shared_expert_intermediate_size"),
     "qwen3_moe": ("norm_topk_prob", "num_experts", "mlp_only_layers", "moe_intermediate_size"),
     "olmoe": ("num_experts", "num_experts_per_tok"),
-    "glm4_moe": ("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "num_nextn_predict_layers")
-    + ("norm_topk_prob", "use_qk_norm", "n_shared_experts", "attention_bias"),
+    "glm4_moe": (
+        *("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "num_nextn_predict_layers"),
+        *("norm_topk_prob", "use_qk_norm", "n_shared_experts", "attention_bias"),
+    ),
 }
 
 
