@@ -23,6 +23,7 @@ from headwater.kernels.activation import silu_and_mul
 from headwater.kernels.attention.reference import ReferenceAttention
 from headwater.kernels.attention.triton_backend import TritonAttention
 from headwater.kernels.attention.triton_tiles import TileConfig
+from headwater.kernels.limits_triton import device_limits
 from headwater.kernels.moe_reference import run_experts_grouped
 from headwater.kernels.moe_triton import (
     ExpertsConfig,
@@ -37,6 +38,7 @@ from headwater.kernels.moe_triton import (
 from kernel_cases import AttentionShape, LatentCase, relative_error
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
+SHARED_BYTES = device_limits(torch.device(DEVICE)).shared_bytes
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
 """Of Qwen3-30B-A3B."""
 BUDGET_S = 170.0
@@ -148,7 +150,7 @@ def many_rows(gate_up: torch.Tensor, down: torch.Tensor, tune: bool) -> None:
     x = torch.randn(rows, HIDDEN, device=DEVICE).to(DTYPE)
     weights = torch.rand(rows, TOP_K, device=DEVICE)
     flop = 6 * rows * TOP_K * HIDDEN * INNER
-    config = experts_config(DTYPE, rows * TOP_K, EXPERTS)
+    config = experts_config(DTYPE, rows * TOP_K, EXPERTS, SHARED_BYTES)
     times = {}
     for zipf in (False, True):
         ids = choose(rows, zipf=zipf)
@@ -222,7 +224,7 @@ def decode_rows(gate_up: torch.Tensor, down: torch.Tensor, rows: int, configs: l
         lambda: [run_experts_grouped(x, i, weights, *w) for i, w in zip(picks, layers, strict=True)]
     )
     print(f"  torch, whole: {show(rival)}")
-    base = experts_config(DTYPE, rows * TOP_K, EXPERTS)
+    base = experts_config(DTYPE, rows * TOP_K, EXPERTS, SHARED_BYTES)
     for part in ("gate_up", "down"):
         found = {}
         for config in configs:

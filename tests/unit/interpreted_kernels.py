@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_cases
+from headwater.kernels import moe
 from headwater.kernels.attention.triton_backend import decode_splits, prefill_splits
 from headwater.kernels.attention.triton_decode import decode_config
 from headwater.kernels.attention.triton_latent import latent_splits
 from headwater.kernels.attention.triton_prefill import prefill_config
 from headwater.kernels.moe_reference import run_experts_torch
 from headwater.kernels.moe_triton import run_experts_triton
+from headwater.kernels.routing import RoutingRule
 
 import kernel_checks
 from kernel_cases import AttentionShape, RopeCase, relative_error
@@ -63,6 +65,25 @@ def test_experts_however_they_are_chosen(choice, rows):
     case = moe_cases.ExpertsCase(rows, 8, 2, 48, 24, choice, seed=1)
     expected = run_experts_torch(*case.args)
     assert relative_error(run_experts_triton(*case.args), expected) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_a_layer_calls_runs_in_triton(rows, monkeypatch):
+    """As on a GPU: routed and summed by one launch and by two or four, without a reference in between."""
+    rule = RoutingRule(
+        top_k=3, scores="sigmoid", num_groups=4, groups_kept=2, group_score="top2", renormalise=True, scaling=1.7
+    )
+    case = moe_cases.ExpertsCase(rows, 8, 8, 48, 24, "uniform", seed=2)
+    logits, bias = torch.randn(rows, 8), torch.randn(8) * 0.3
+    ids, weights = moe.route(logits, rule, bias)
+    expected = moe.run_experts(case.x, ids, weights, case.gate_up, case.down)
+    monkeypatch.setattr(moe, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(moe, "route_torch", None)
+    monkeypatch.setattr(moe, "run_experts_torch", None)
+    found_ids, found_weights = moe.route(logits, rule, bias)
+    assert torch.equal(found_ids.sort(dim=1).values, ids.sort(dim=1).values)
+    got = moe.run_experts(case.x, found_ids, found_weights, case.gate_up, case.down)
+    assert relative_error(got, expected) < 1e-5
 
 
 def test_no_rows_have_no_experts():

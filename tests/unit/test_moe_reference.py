@@ -18,6 +18,7 @@ from moe_cases import ExpertsCase, random_experts_case  # noqa: E402
 from kernel_cases import relative_error  # noqa: E402
 
 seeds = st.integers(0, 2**31)
+H200_SHARED = 232448
 
 
 @given(seed=seeds)
@@ -55,10 +56,21 @@ def test_the_bound_on_tiles_is_reached():
 
 def test_configs_follow_the_rows_of_an_expert():
     def rows(num_pairs, dtype=torch.bfloat16):
-        return experts_config(dtype, num_pairs, 128).block_rows
+        return experts_config(dtype, num_pairs, 128, H200_SHARED).block_rows
 
     assert [rows(n) for n in (8, 32, 33, 512, 4096, 65536)] == [1, 1, 16, 16, 64, 128]
     assert rows(65536, torch.float32) == 16
+
+
+@pytest.mark.parametrize("shared_bytes", [H200_SHARED, 166912, 101376, 49152])
+@pytest.mark.parametrize("num_pairs", [33, 512, 4096, 65536])
+def test_tiles_fit_the_shared_memory_of_smaller_devices(num_pairs, shared_bytes):
+    config = experts_config(torch.bfloat16, num_pairs, 128, shared_bytes)
+    for product, cols in ((config.gate_up, 2 * config.gate_up.block_cols), (config.down, config.down.block_cols)):
+        assert product.num_stages >= 2
+        assert (config.block_rows + cols) * product.block_k * product.num_stages * 2 <= shared_bytes
+    if shared_bytes == H200_SHARED and num_pairs == 65536:
+        assert (config.gate_up.num_stages, config.down.num_stages) == (4, 4)
 
 
 def test_bad_arguments_are_named():

@@ -9,7 +9,8 @@ step can be captured in a CUDA graph. Sums are made in a fixed order: the same i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import triton
 from torch import Tensor
 
 from headwater.kernels.dispatch import require
+from headwater.kernels.limits_triton import device_limits
 from headwater.kernels.moe_kernels import down_kernel, gate_up_kernel, sort_kernel, sum_kernel
 from headwater.kernels.moe_pair_kernels import pair_down_sum_kernel, pair_gate_up_kernel
 from headwater.kernels.moe_reference import check_experts
@@ -57,14 +59,30 @@ _HALF_CONFIGS = {
 """By rows of a tile: the least that holds an expert's mean rows."""
 
 
-def experts_config(dtype: torch.dtype, num_pairs: int, num_experts: int) -> ExpertsConfig:
-    """The config for so many pairs, from the mean rows of an expert; skew makes more tiles, not larger ones."""
+@lru_cache(maxsize=256)
+def experts_config(dtype: torch.dtype, num_pairs: int, num_experts: int, shared_bytes: int) -> ExpertsConfig:
+    """The config for so many pairs, from the mean rows of an expert; skew makes more tiles, not larger ones. Its tiles
+    fit a block's shared memory, with fewer of them in flight where that is small."""
     if num_pairs <= PAIRED:
         return _PAIR_CONFIG
     if dtype.itemsize > 2:
         return _WIDE_CONFIG
     mean = num_pairs / num_experts
-    return next((config for rows, config in _HALF_CONFIGS.items() if mean <= rows), _HALF_CONFIGS[128])
+    rows = next((rows for rows in _HALF_CONFIGS if mean <= rows), max(_HALF_CONFIGS))
+    config = _HALF_CONFIGS[rows]
+    return ExpertsConfig(
+        rows,
+        _fitted(config.gate_up, rows + 2 * config.gate_up.block_cols, dtype, shared_bytes),
+        _fitted(config.down, rows + config.down.block_cols, dtype, shared_bytes),
+    )
+
+
+def _fitted(config: GemmConfig, lines: int, dtype: torch.dtype, shared_bytes: int) -> GemmConfig:
+    """`config` with at most as many stages of `lines` times `block_k` as fit, and narrower where two do not."""
+    stages = min(config.num_stages, shared_bytes // (lines * config.block_k * dtype.itemsize))
+    if stages >= 2:
+        return replace(config, num_stages=stages)
+    return replace(config, block_cols=min(config.block_cols, 32), block_k=32, num_stages=2)
 
 
 def run_experts_triton(
@@ -88,7 +106,8 @@ def run_experts_triton(
     )
     if ids.numel() == 0:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    config = config or experts_config(x.dtype, ids.numel(), len(gate_up))
+    if config is None:
+        config = experts_config(x.dtype, ids.numel(), len(gate_up), device_limits(x.device).shared_bytes)
     if config.block_rows == 1:
         inner = pair_gate_up(x, ids, gate_up, config.gate_up)
         return pair_down_sum(inner, ids, weights, down, config.down)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 
 from headwater.kernels.attention.base import AttentionBatch
 from headwater.kernels.attention.latent import check_latent
@@ -21,6 +19,7 @@ from headwater.kernels.attention.triton_latent import latent_attention, latent_c
 from headwater.kernels.attention.triton_prefill import prefill_attention, prefill_config
 from headwater.kernels.attention.triton_tiles import TileConfig
 from headwater.kernels.dispatch import require
+from headwater.kernels.limits_triton import device_limits
 
 _MAX_SPLITS = 64
 _PROGRAMS_PER_SM = 2
@@ -202,23 +201,6 @@ class TritonAttention:
                 min_split_tokens=least,
             )
         return out
-
-
-class DeviceLimits(NamedTuple):
-    """What the cutting of work depends on."""
-
-    num_sms: int
-    shared_bytes: int
-    """Shared memory that one block may use."""
-
-
-def device_limits(device: torch.device) -> DeviceLimits:
-    """The limits of a CUDA device, or stand-ins for the interpreter."""
-    if device.type != "cuda":
-        return DeviceLimits(num_sms=1, shared_bytes=48 * 1024)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    properties = driver.active.utils.get_device_properties(index)
-    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"])
 
 
 def decode_splits(num_programs: int, max_kv_len: int, num_sms: int) -> tuple[int, int]:
