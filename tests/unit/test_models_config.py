@@ -448,6 +448,12 @@ def test_gguf_that_cannot_be_run(changes: dict[str, Any], what: str) -> None:
         from_gguf(**changes)
 
 
+@pytest.mark.parametrize("name", ["qwen2moe", "qwen3moe", "olmoe", "glm4moe", "deepseek2", "mixtral", "qwen3_moe"])
+def test_gguf_with_experts_is_refused_whatever_it_is_called(name: str) -> None:
+    with pytest.raises(ModelError, match=f"{name}.*experts are read from safetensors only"):
+        from_gguf(general__architecture=name)
+
+
 def test_a_config_that_transformers_saved(tmp_path: Path) -> None:
     transformers.Qwen3Config(num_hidden_layers=2, vocab_size=500, head_dim=32).save_pretrained(tmp_path)
     config = config_from_hf(json.loads((tmp_path / "config.json").read_text()))

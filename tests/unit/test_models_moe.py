@@ -143,6 +143,20 @@ def test_ranks_divide_every_expert(name: str, size: int, make_tiny: Callable[[st
             assert sum(shape[1] for shape in stacks) == dense.mlp.experts.gate_up.shape[1]
 
 
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"moe_intermediate_size": 2}, "experts of width 2 cannot be divided over tensor_parallel_size=3"),
+        ({"shared_expert_intermediate_size": 1}, "experts of width 1 cannot be divided over tensor_parallel_size=3"),
+    ],
+)
+def test_experts_narrower_than_the_ranks_are_refused(tmp_path: Path, changes: dict[str, Any], what: str) -> None:
+    family, given = CASES["qwen2_moe"]
+    save_tiny(tmp_path, family, **given | changes)
+    with pytest.raises(ModelError, match=what):
+        run_ranks(3, lambda rank: load_model(tmp_path, rank))
+
+
 Mutate = Callable[[Decoder], None]
 
 

@@ -21,6 +21,7 @@ from headwater.models.config import (
     ModelConfig,
     family_named,
 )
+from headwater.models.config_experts import EXPERTS
 from headwater.models.fields import Fields
 from headwater.models.rope import RopeConfig, yarn_attention_factor
 
@@ -60,6 +61,9 @@ _ONLY_AT: dict[str, tuple[object, ...]] = {
 }
 """Keys that change nothing at these values."""
 
+_WITH_EXPERTS = ("qwen2moe", "qwen3moe", "glm4moe", "deepseek", "deepseek2")
+"""Architectures with experts that GGUF spells in its own way."""
+
 
 def config_from_gguf(
     metadata: Mapping[str, Any],
@@ -73,7 +77,10 @@ def config_from_gguf(
     """Build a ModelConfig. GGUF says some things only through the tensors that are there: biases, and whether the
     embedding serves as the output too. Raises ModelError for what is missing, out of bounds or not supported."""
     general = Fields(metadata, source)
-    family = family_named(general.text("general.architecture"))
+    architecture = general.text("general.architecture")
+    if architecture in EXPERTS or architecture in _WITH_EXPERTS:
+        raise general.wrong("general.architecture", "one without experts: experts are read from safetensors only")
+    family = family_named(architecture)
     prefix = f"{family.name}."
     fields = Fields({key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}, source)
     if fields.values.get("expert_count"):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation uses
 from torch import Tensor
 
+from headwater.errors import ModelError
 from headwater.kernels.moe import route, run_experts
 from headwater.models.config import DenseConfig, ModelConfig, SparseConfig
 from headwater.models.layers import Placement, Targets
@@ -93,6 +94,7 @@ class SparseMLP:
     """Routed experts and, where the family has them, shared ones, which may have a gate of their own."""
 
     def __init__(self, hidden_size: int, shape: SparseConfig, names: ExpertNames, place: Placement) -> None:
+        _check_widths(shape, place)
         self.router = Router(hidden_size, shape, place)
         self.experts = Experts(hidden_size, shape, names, place)
         shared = DenseConfig(intermediate_size=shape.shared_size) if shape.shared_size else None
@@ -120,3 +122,13 @@ class SparseMLP:
         if self.shared_gate is not None:
             shape = tuple(self.shared_gate.shape)
             yield f"{prefix}.{self._shared_name}_gate.weight", Target(self.shared_gate, shape, 0, range(1))
+
+
+def _check_widths(shape: SparseConfig, place: Placement) -> None:
+    """Any width can be divided unevenly, but each rank must have a part of it."""
+    width = min(shape.expert_size, shape.shared_size or shape.expert_size)
+    if width < place.ranks.tp.size:
+        raise ModelError(
+            f"experts of width {width} cannot be divided over tensor_parallel_size={place.ranks.tp.size}; it must not "
+            "be larger than the width"
+        )
