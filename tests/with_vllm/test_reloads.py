@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from test_hosts import Host
+from test_scheduling import make_request, make_step
 from vllm import EngineArgs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -152,9 +154,40 @@ def test_the_scheduler_side_hears_of_it_and_stops_asking(
     CHANGES["a reload"]()
     assert not step()
     assert not step()
+    scheduler.bind_gpu_block_pool(BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=128))
     assert scheduler.reset_cache()
     assert step()
     assert step()
+
+
+def test_an_epoch_that_begins_while_blocks_are_in_use_has_no_pool(
+    config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM calls the connector although it could not reset its own cache: a request that comes then shares blocks of
+    the old weights, which were once saved as those of the new ones."""
+    host = Host(tmp_path / "here", monkeypatch)
+    scheduler = host.connector(config, KVConnectorRole.SCHEDULER)
+    blocks = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=128)
+    scheduler.bind_gpu_block_pool(blocks)
+
+    def saves(name: str) -> bool:
+        """Whether anything of a new request is saved."""
+        steps, request = scheduler._steps, make_request(name, 600)
+        assert steps is not None
+        steps.add(request)
+        orders = steps.order(make_step(new=[(request, [*range(1, 6)])], scheduled={name: 600}))
+        return bool(orders.before or orders.during)
+
+    assert saves("a")
+    used = blocks.get_new_blocks(2)
+    assert not blocks.reset_prefix_cache()
+    assert scheduler.reset_cache() is False
+    assert not saves("b")
+    blocks.free_blocks(used)
+    assert not saves("c"), "the blocks of the old weights are still cached"
+    assert blocks.reset_prefix_cache()
+    assert scheduler.reset_cache() is True
+    assert saves("d")
 
 
 class Output:

@@ -37,8 +37,9 @@ def _table_end(rope: Mapping[str, Any], length: float | None) -> float | None:
     kind, factor = rope.get("rope_type"), rope.get("factor")
     if kind in _FROM_TRAINED_LENGTH:
         length = rope.get("original_max_position_embeddings") or length
-    stretches = kind in _FROM_TRAINED_LENGTH + _FROM_LENGTH and isinstance(factor, int | float)
-    return length * factor if stretches and length is not None else length
+    if length is None or kind not in _FROM_TRAINED_LENGTH + _FROM_LENGTH or not isinstance(factor, int | float):
+        return length
+    return length * factor
 
 
 def _length(model: Any) -> float | None:
