@@ -71,6 +71,8 @@ class SchedulerSide:
         """Loads that have ended on some ranks."""
         self._former: dict[str, Tracked] = {}
         """By id that is used again: the former owner, whose load has not ended."""
+        self._is_clean = True
+        """Whether the engine's own cache holds KV of this epoch alone."""
         self._spoiled = Spoiled(block_size)
         self._lost = LostChunks(self._log)
         self._last_saves: dict[str, tuple[SaveProgress, int]] = {}
@@ -87,6 +89,7 @@ class SchedulerSide:
         label: str | None = None,
     ) -> None:
         """A new request. Hashes its prompt. Without `inputs` it is served without the pool."""
+        inputs = inputs if self._is_clean else None
         if (former := self._tracked.pop(request_id, None)) is not None:  # an id that is used again
             if former.load is None:
                 self._forget(former)
@@ -171,9 +174,14 @@ class SchedulerSide:
         del self._tracked[request_id]
         self._forget(tracked)
 
-    def start_epoch(self, space: Space) -> None:
-        """From now on KV of other weights is computed. What is under way is neither saved nor loaded any more."""
+    def start_epoch(self, space: Space, *, is_clean: bool = True) -> None:
+        """From now on KV of other weights is computed. What is under way is neither saved nor loaded any more.
+
+        Unless the engine's own cache `is_clean`, new requests may share old KV in it: until the next epoch they are
+        served without the pool.
+        """
         self._space = space
+        self._is_clean = is_clean
         self._before.clear()
         for tracked in self._tracked.values():
             tracked.may_save = tracked.may_load = False

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -84,6 +85,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._freshness = Freshness(self._options.epoch)
         self._epoch = self._options.epoch
         self._stale_epoch: int | None = None
+        self._blocks: BlockPool | None = None
         self._reporter = Reporter()
         self.step_seconds = 0.0
         """Time of the thread that runs the model, spent here since the start."""
@@ -173,13 +175,32 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         if self._steps is not None and reason:
             self._switch_off(reason)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Where vLLM counts its own blocks."""
+        self._blocks = gpu_block_pool
+
     def reset_cache(self) -> bool | None:
-        """Begin an epoch of this server's own: nobody else's chunks are touched, and none of them is used again."""
+        """Begin an epoch of this server's own: nobody else's chunks are touched, and none of them is used again.
+
+        vLLM resets its own cache first, and calls this even if it could not, because blocks were in use: then the pool
+        is not used in this epoch, since requests share blocks of the last one.
+        """
+        is_clean = True
         with self._survive():
             if self._steps is not None and self._member is not None:
+                is_clean = self._is_local_cache_empty()
                 self._epoch = new_epoch()
-                self._steps.start_epoch(self._member.space(self._epoch))
-        return True
+                self._steps.start_epoch(self._member.space(self._epoch), is_clean=is_clean)
+        if not is_clean:
+            log.warning(
+                "Headwater: vLLM could not reset its own cache, because blocks are in use, so nothing is saved or "
+                "loaded any more; call reset_prefix_cache(reset_connector=True) again when no request runs"
+            )
+        return is_clean
+
+    def _is_local_cache_empty(self) -> bool:
+        """As vLLM asks before it resets its cache: one block is always in use."""
+        return self._blocks is not None and self._blocks.num_gpu_blocks - self._blocks.get_num_free_blocks() == 1
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Chunks that can be found now, and some that are gone."""

@@ -101,9 +101,9 @@ class Steps:
             self._block_ids.pop(request_id, None)
             self.side.finish(request_id, request.num_computed_tokens, block_ids)
 
-    def start_epoch(self, space: Space) -> None:
-        """From now on KV of other weights is computed."""
-        self.side.start_epoch(space)
+    def start_epoch(self, space: Space, *, is_clean: bool = True) -> None:
+        """From now on KV of other weights is computed; `is_clean` says whether vLLM's own cache holds no other."""
+        self.side.start_epoch(space, is_clean=is_clean)
 
     def _note_blocks(self, step: Any) -> set[str]:
         """The blocks that requests got for this step; which of them had none before."""
