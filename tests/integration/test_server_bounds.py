@@ -112,6 +112,26 @@ def test_too_many_connections_with_requests_are_told_to_come_back(start: Callabl
     wait_until(lambda: server.chat("say:hi").status_code == 200)
 
 
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def health_status(server: Server) -> bytes:
+    with server.connect(HEALTH) as sock:
+        return sock.recv(12)[-3:]
+
+
+def test_clients_that_leave_while_they_are_refused_are_nothing_to_log(start: Callable[..., Server]) -> None:
+    server = start(max_connections=1)
+    sent = request({"prompt": "slow", "max_tokens": 10_000, "stream": True})
+    with server.connect(sent) as running:
+        running.recv(20)
+        # Leaving with something unread is a reset, which often meets the server in the middle of its answer.
+        assert [health_status(server) for _ in range(60)] == [b"503"] * 60
+    server.process.terminate()
+    _, log = server.process.communicate(timeout=SOON_S)
+    assert log == ""
+
+
 def test_a_lack_of_file_descriptors_is_told_once_and_got_over(start: Callable[..., Server]) -> None:
     server = start()
     pid = server.process.pid

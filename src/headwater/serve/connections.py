@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from itertools import chain
 from typing import Any
@@ -234,7 +234,8 @@ class WatchedProtocol(H11Protocol):
         if error is not None and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(_raw_reply(error))
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with suppress(OSError):  # the client has just left
+                self.transport.write_eof()
         # Closed at once, with unread data, the client would see a reset instead of the answer.
         self.transport.resume_reading()
         self._deadline = self.loop.call_later(LINGER_S, self.transport.abort)
