@@ -18,6 +18,7 @@ from headwater.errors import ModelError
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.flags import counted_flags
 from headwater.integrations.vllm.positions import check_positions
+from headwater.integrations.vllm.searched import SEARCHED
 from headwater.integrations.vllm.weights import config_folder, list_code, local_path
 from headwater.models.config import FAMILIES, ModelConfig
 from headwater.models.config_hf import config_from_hf
@@ -26,24 +27,6 @@ from headwater.models.fields import read_json
 
 _WRITER = ("_name_or_path", "transformers_version")
 """Keys that say where a config lies and who wrote it, in any model."""
-
-SEARCHED = frozenset(
-    {
-        "LlamaForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "OlmoeForCausalLM",
-        "Glm4MoeForCausalLM",
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-    }
-)
-"""Classes of vLLM in which `make test-identity` has changed every key: those in `HARMLESS` and vLLM's max_model_len
-change no number there (but in a rope type that reads it)."""
 
 _READ_FOR_TEXT = ("config.json", "params.json", "sparse_attention_config.json", "torchao_config.json")
 """Beside these vLLM reads files whose names say that they describe a quantization."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from headwater.errors import HeadwaterError
 from headwater.integrations.vllm.before import check_after, check_before, noted
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.options import Options
+from headwater.integrations.vllm.searched import SEARCHED
+from headwater.integrations.vllm.tensors import check_tensors
 from headwater.kv.checkpoint import digest_checkpoint
 from headwater.kv.files import FileState, NamedFile, take_states
 
@@ -133,6 +136,19 @@ def check_sources(model: Any) -> None:
         raise DeclinedError(f"the class of this model cannot be looked at: {error}") from error
     if "self.secondary_weights" in sources or getattr(found, "allow_patterns_overrides", None) is not None:
         raise DeclinedError(f"{found.__name__} loads weights from further places, which are not named yet")
+
+
+def check_loaded_tensors(config: Any) -> None:
+    """Raise DeclinedError for weights of which vLLM may load others in each start. For workers."""
+    if config.load_config.load_format == "dummy":
+        return
+    extra = config.load_config.model_loader_extra_config
+    if isinstance(extra, Mapping) and extra.get("enable_weights_track") is False:
+        raise DeclinedError("enable_weights_track is off, so vLLM runs with weights that no file holds")
+    loaded = loaded_files(config)
+    files = [loaded.folder / name for name in loaded.names if name and not name.endswith(".json")]
+    model = config.model_config
+    check_tensors(files, model_class(model), is_regular=model.architecture in SEARCHED)
 
 
 def server_name(config: Any) -> bytes:
