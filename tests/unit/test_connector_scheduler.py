@@ -20,6 +20,7 @@ from headwater.connector.orders import SaveOrder, StepOrders, StepReport
 from headwater.connector.scheduler import LoadEnd, SchedulerSide
 from headwater.connector.spoiled import Spoiled
 from headwater.connector.tracker import LOG_EVERY_S, RETRIES, RETRY_STEPS, Inputs, Scheduled
+from headwater.connector.uncertain import Uncertain
 from headwater.errors import StoreError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import whole_shard
@@ -287,6 +288,179 @@ def test_what_was_loaded_well_is_the_ground_of_saves_from_the_next_step_on(space
     orders = engine.step((a, 16))
     assert spans(orders.before) == [("a", 32, 48)]
     assert spans(orders.during) == [("a", 48, 64)]
+
+
+# ---- which loads go along with a step -----------------------------------------------------------------------------
+
+
+def modes(orders: StepOrders) -> dict[str, str]:
+    return {load.job.request_id: load.mode for load in orders.loads}
+
+
+def test_requests_of_an_idle_engine_load_in_the_step_that_needs_them(space: Space) -> None:
+    fill(space, 32)
+    engine = Engine(space, "auto")
+    cold, a, b = engine.add("cold", 32, first=2000), engine.add("a", 64), engine.add("b", 48)
+    engine.start(cold)
+    engine.load(a)
+    engine.load(b)
+    orders = engine.step((cold, 32), (a, 32), (b, 16))
+    assert modes(orders) == {"a": "layerwise", "b": "layerwise"}
+    assert {name for name, _, _ in spans(orders.during)} == {"cold"}
+
+
+@pytest.mark.parametrize("how", ["prefills", "decodes", "was taken back"])
+def test_nobody_waits_for_the_load_of_another(space: Space, how: str) -> None:
+    fill(space, 32)
+    engine = Engine(space, "auto")
+    first, second = engine.add("first", 64), engine.add("second", 64)
+    engine.load(first)
+    engine.step((first, 16 if how == "prefills" else 32))
+    num_chunks = 1 if how == "was taken back" else 2
+    engine.side.hear(StepReport(ended={"first": (num_chunks,)}), first.blocks[4:8] if num_chunks == 1 else ())
+    if how == "was taken back":
+        first.num_computed = 16
+    assert engine.side.match("second", 0) == (32, "async")
+    engine.load(second)
+    assert modes(engine.step((first, 1))) == {"second": "async"}
+
+
+@pytest.mark.parametrize("how", ["finished", "preempted"])
+def test_an_engine_is_idle_again_when_its_requests_are_gone(space: Space, how: str) -> None:
+    fill(space, 32)
+    engine = Engine(space, "auto")
+    first = engine.add("first", 40, first=3000)
+    engine.start(first)
+    engine.step((first, 40))
+    engine.add("second", 64)
+    assert engine.side.match("second", 0) == (32, "async"), "decided each time that the engine asks"
+    if how == "finished":
+        engine.side.finish("first", 40, first.blocks)
+    else:
+        engine.side.preempted("first")
+    assert engine.side.match("second", 0) == (32, "layerwise")
+
+
+def test_a_load_outside_the_batch_holds_up_no_step(space: Space) -> None:
+    """Loads go one after the other: one that goes along with a step would wait for it."""
+    chunks = fill(space, 32)
+    far = fetching(space, FakeFetch(num_kept=1, is_done=True), None, None, None)
+    engine = Engine(far, "auto")
+    a = engine.add("a", 64)
+    engine.load(a)
+    assert modes(engine.step()) == {"a": "async"}, "its second chunk is not near"
+    fill(space, 32, first=5000)
+    engine.add("b", 64, first=5000)
+    assert engine.side.match("b", 0) == (32, "async")
+    engine.side.finish("a", 0, a.blocks)
+    assert engine.side.match("b", 0) == (32, "async"), "it has not ended"
+    engine.side.hear(StepReport(ended={"a": (len(chunks),)}))
+    assert engine.side.match("b", 0) == (32, "layerwise")
+
+
+def test_an_engine_that_cannot_take_steps_back_loads_outside_the_batch(space: Space) -> None:
+    fill(space, 32)
+    for mode in ("auto", "layerwise", "blocking"):
+        engine = Engine(space, mode)
+        engine.side.loads_in_step = False
+        engine.add("a", 64)
+        assert engine.side.match("a", 0) == (32, "async")
+
+
+# ---- loads whose end is heard after the next step was ordered -----------------------------------------------------
+
+
+def ahead(space: Space) -> tuple[Engine, Request, Request]:
+    """Two steps are ordered: `a` loads in the first, and `b` shares its blocks in both."""
+    fill(space, 32)
+    engine = Engine(space, "layerwise")
+    a = engine.add("a", 128)
+    b = engine.add("b", 128, blocks=a.blocks[:8])
+    b.tokens[48:] = range(900, 980)
+    engine.load(a)
+    engine.side.match("b", 32)
+    b.num_computed = 32
+    assert not engine.step((a, 32), (b, 32)).during
+    orders = engine.step((a, 32), (b, 32))
+    assert not orders.during, "whether the load was right is not known yet"
+    assert not orders.before
+    return engine, a, b
+
+
+def test_nothing_is_saved_until_the_load_that_it_builds_on_is_known_to_be_right(space: Space) -> None:
+    engine, a, b = ahead(space)
+    assert engine.side.match("a", 0) is None, "its load has not ended"
+    engine.side.hear(StepReport(ended={"a": (2,)}))
+    orders = engine.step((a, 32), (b, 32))
+    assert spans(orders.before) == [("a", 32, 48), ("a", 48, 64), ("a", 64, 80), ("a", 80, 96)] + [
+        ("b", first, first + 16) for first in range(32, 96, 16)
+    ]
+
+
+@pytest.mark.parametrize("num_chunks", [2, 1])
+@pytest.mark.parametrize("how", ["finished", "preempted"])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_request_that_ends_before_its_load_is_known_is_saved_if_that_was_right(
+    space: Space, name: str, how: str, num_chunks: int
+) -> None:
+    engine, a, b = ahead(space)
+    gone, stays = (a, b) if name == "a" else (b, a)
+    if how == "finished":
+        engine.side.finish(name, 96, gone.blocks)
+    else:
+        engine.side.preempted(name)
+    engine.side.hear(StepReport(ended={"a": (num_chunks,)}), a.blocks[4:8] if num_chunks == 1 else ())
+    stays.num_computed = 96 if num_chunks == 2 else 16
+    found = [span for span in spans(engine.step((stays, 16)).before) if span[0] == name]
+    is_saved = num_chunks == 2 and how == "finished"  # a request that is preempted computes it again
+    assert found == [(name, first, first + 16) for first in range(32, 96, 16) if is_saved]
+
+
+def test_a_request_that_ends_is_not_saved_when_others_may_have_its_blocks(space: Space) -> None:
+    engine, a, b = ahead(space)
+    engine.side.finish("a", 96, a.blocks)
+    engine.side.finish("b", 96, b.blocks)
+    assert not engine.step().before
+    engine.side.hear(StepReport(ended={"a": (2,)}))
+    assert not engine.step().before
+    assert not engine.side._tracked
+    assert not engine.side._uncertain
+
+
+def test_blocks_of_requests_that_are_gone_are_wrong_too_when_a_load_was(space: Space) -> None:
+    """The engine may share them: they are in its prefix cache."""
+    engine, a, b = ahead(space)
+    engine.side.finish("b", 96, b.blocks)
+    engine.side.preempted("a")
+    engine.side.hear(StepReport(ended={"a": (1,)}), a.blocks[4:8])
+    assert engine.side.wrong_blocks == {*a.blocks[4:], *b.blocks[4:]}
+
+
+def test_a_request_with_max_tokens_1_counts_as_loaded(space: Space) -> None:
+    """It is over before the engine says how its load ended."""
+    fill(space, 32)
+    engine = Engine(space, "auto")
+    a = engine.add("a", 64)
+    engine.load(a)
+    engine.step((a, 32))
+    engine.side.finish("a", 64, a.blocks)
+    engine.side.hear(StepReport(ended={"a": (2,)}))
+    assert engine.side.counts.stats().num_loaded_tokens == 32
+    orders = engine.step()
+    assert not orders.cancelled
+    assert spans(orders.before) == [("a", 32, 48), ("a", 48, 64)]
+
+
+def test_what_follows_an_uncertain_block_is_uncertain() -> None:
+    uncertain = Uncertain()
+    uncertain.begin("a", [3, 4])
+    uncertain.spread([[1, 2, 3, 4, 5], [9, 5, 6], [7, 1], [6, 8]])
+    assert all(uncertain.touches([block]) for block in (3, 4, 5, 6, 8))
+    assert not uncertain.touches([1, 2, 7, 9])
+    uncertain.begin("b", [20])
+    uncertain.end("a")
+    assert not uncertain.touches([3, 8])
+    assert uncertain.touches([20])
 
 
 def test_the_shortest_rank_decides(space: Space) -> None:

@@ -22,10 +22,12 @@ from headwater.connector.orders import SaveOrder, StepOrders, StepReport
 from headwater.connector.scheduler import SchedulerSide
 from headwater.errors import TokenError
 from headwater.integrations.vllm.connector import HeadwaterConnector
+from headwater.integrations.vllm.declined import LOGGER
 from headwater.integrations.vllm.messages import WorkerMetadata
 from headwater.integrations.vllm.options import read_options, settle_load_mode
 from headwater.integrations.vllm.reloads import Freshness
 from headwater.integrations.vllm.steps import IDLE_WAIT_S, NULL_BLOCK, Steps
+from headwater.integrations.vllm.takeback import why_outside
 from headwater.kv.hashing import ChunkKeys, ChunkRef
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import open_pool
@@ -353,10 +355,36 @@ def test_a_new_epoch_takes_back_what_was_not_ordered_yet(space: Space) -> None:
     assert not saved(side.order(make_step()))
 
 
-def test_loads_that_go_along_with_a_step_need_steps_one_by_one() -> None:
-    options = read_options({"load_mode": "layerwise"}, "kv_both")
-    assert settle_load_mode(options, 1).connector.load_mode == "layerwise"
-    assert settle_load_mode(options, 2).connector.load_mode == "async"
+@pytest.mark.parametrize("mode", ["auto", "layerwise", "blocking"])
+def test_loads_go_along_with_steps_only_where_these_can_be_taken_back(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = read_options({"load_mode": mode}, "kv_both")
+    assert settle_load_mode(options, "") == options
+    with caplog.at_level("INFO", LOGGER):
+        assert settle_load_mode(options, "it has pipeline stages").connector.load_mode == "async"
+    assert f"async instead of {mode} in this vLLM: it has pipeline stages" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "num_batches", "wanted"),
+    [
+        (1, 1, 1, {"auto": "", "layerwise": ""}),
+        (1, 1, 2, {"auto": "", "layerwise": ""}),
+        (2, 1, 2, {"auto": "pipeline stages", "layerwise": "pipeline stages"}),
+        (1, 1, 3, {"auto": "3 steps ahead", "layerwise": "3 steps ahead"}),
+        (1, 4, 2, {"auto": "data-parallel ranks", "layerwise": ""}),
+    ],
+)
+def test_when_requests_always_wait_outside_the_batch(
+    stages: int, replicas: int, num_batches: int, wanted: dict[str, str]
+) -> None:
+    parallel = SimpleNamespace(pipeline_parallel_size=stages, data_parallel_size=replicas)
+    config = SimpleNamespace(parallel_config=parallel, max_concurrent_batches=num_batches)
+    for mode, reason in wanted.items():
+        said = why_outside(config, mode)
+        assert reason in said
+        assert bool(reason) == bool(said)
 
 
 # ---- in the step that computes ------------------------------------------------------------------------------------
