@@ -220,6 +220,18 @@ def test_unfinished_bodies_are_bounded_in_sum_and_short_requests_get_through(sta
             assert running.status_code == 200
 
 
+def test_a_client_that_is_still_sending_its_body_is_told_that_the_server_stops(start: Callable[..., Server]) -> None:
+    server = start()
+    with server.connect(request({"prompt": "x"})[:-1]) as sock:
+        assert health_status(server) == b"200"  # what came before was read before
+        server.process.terminate()
+        said = answer(sock)
+    _, log = server.process.communicate(timeout=SOON_S)
+    assert said.startswith(b"HTTP/1.1 503 ")
+    assert b'"code":"engine_dead"' in said
+    assert (server.process.returncode, log) == (0, "")
+
+
 # Errors
 
 

@@ -17,7 +17,7 @@ import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from headwater.errors import RequestError
+from headwater.errors import EngineDeadError, HeadwaterError, RequestError
 from headwater.serve.errors import error_reply
 from headwater.serve.parsing import BoundedParser
 
@@ -167,6 +167,13 @@ class WatchedProtocol(H11Protocol):
         self._stop_reading()
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        """The server stops. A request whose body is not whole will not be answered; the others end by themselves."""
+        if self.has_request and self.cycle.more_body:
+            self._end(EngineDeadError("the server is stopping"))
+        else:
+            super().shutdown()
+
     def pause_writing(self) -> None:
         self._paused_at = self.loop.time()
         super().pause_writing()
@@ -246,7 +253,7 @@ class WatchedProtocol(H11Protocol):
             self.transport.write(_raw_reply(RequestError(text, code="request_timeout")))
         self.transport.close()
 
-    def _end(self, error: RequestError | None = None) -> None:
+    def _end(self, error: HeadwaterError | None = None) -> None:
         """Say why, unless an answer has begun, and read nothing more."""
         if self._is_ended:
             return
@@ -333,7 +340,7 @@ class BodyRoom:
             raise
 
 
-def _raw_reply(error: RequestError) -> bytes:
+def _raw_reply(error: HeadwaterError) -> bytes:
     """An error for a connection that has no request to answer."""
     status, body, headers = error_reply(error)
     fields = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"} | headers
