@@ -19,7 +19,7 @@ _HARMLESS: dict[str, frozenset[str]] = {
             "model model_weights dtype revision hf_config hf_text_config hf_config_path hf_overrides quantization "
             "quantization_config multimodal_config max_model_len"
         ),
-        "remote code is named by its files, where the config refers to any": "trust_remote_code code_revision",
+        "remote code is named by its files or declined, if a config refers to any": "trust_remote_code code_revision",
         "the tokens of a prompt are in its key": (
             "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init renderer_num_workers "
             "io_processor_plugin interleave_mm_strings"
