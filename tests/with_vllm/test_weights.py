@@ -144,10 +144,16 @@ def test_weights_of_an_object_store_are_declined(model: Path) -> None:
 
 def test_models_that_load_from_further_places_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor import model_loader
+    from vllm.model_executor.models.adapters import as_embedding_model
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
+    from vllm.model_executor.models.jina import JinaEmbeddingsV5Model
+    from vllm.model_executor.models.laguna_dflash import DFlashLagunaForCausalLM
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.model_executor.models.roberta import BgeM3EmbeddingModel
 
-    for model_class, is_declined in ((LlamaForCausalLM, False), (BgeM3EmbeddingModel, True)):
+    plain = (LlamaForCausalLM, DeepseekV3ForCausalLM, as_embedding_model(LlamaForCausalLM))
+    further = (BgeM3EmbeddingModel, JinaEmbeddingsV5Model, DFlashLagunaForCausalLM)
+    for model_class, is_declined in (*((found, False) for found in plain), *((found, True) for found in further)):
         monkeypatch.setattr(model_loader, "get_model_cls", lambda config, chosen=model_class: chosen)
         if is_declined:
             with pytest.raises(DeclinedError, match="further places"):
