@@ -449,8 +449,8 @@ def test_a_file_that_is_made_in_a_moved_parent_does_not_hide_the_move(tmp_path: 
     def last_ns() -> int:
         return files.last_change(loaded_files(config_of(tmp_path / "current" / "model")).states())[1]
 
-    make("current")
     make("next")
+    make("current")
     before_ns = last_ns()
     time_ns = before_ns
     deadline = time.monotonic() + 10
