@@ -18,7 +18,7 @@ from headwater.engine.identity import engine_identity
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.identity import server_identity
 from headwater.integrations.vllm.options import read_options
-from headwater.integrations.vllm.settings import check_running_code
+from headwater.integrations.vllm.settings import _mistral_files, check_running_code
 from headwater.integrations.vllm.variables import HARMLESS_VARIABLES
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.config_keys import HARMLESS
@@ -140,6 +140,8 @@ def test_options_that_change_numbers_are_part_of_the_name(
         ("VLLM_ROCM_USE_AITER_FP8BMM", "0"),
         ("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic"),
         ("NVIDIA_TF32_OVERRIDE", "1"),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1"),
+        ("DNNL_DEFAULT_FPMATH_MODE", "BF16"),
     ],
 )
 def test_variables_count_unless_they_are_known_to_change_nothing(
@@ -248,6 +250,20 @@ def test_a_config_that_names_others_is_declined(moe: Path, tmp_path: Path, where
     config = engine(path) if where == "model" else engine(moe, hf_config_path=str(path))
     with pytest.raises(DeclinedError, match="configuration_files"):
         name(config)
+
+
+def test_weights_that_decide_which_config_is_read_count(moe: Path, tmp_path: Path) -> None:
+    """vLLM reads params.json in place of config.json where weights of Mistral's format lie, loaded or not."""
+    path = changed(moe, tmp_path / "model")
+    config = engine(path)
+    plain = name(config)
+    (path / "params.json").write_text("{}")
+    with_params = name(config)
+    (path / "consolidated.safetensors").write_bytes(b"not loaded")
+    assert len({plain, with_params, name(config)}) == 3
+    config.model_config.model = "acme/of-the-hub"
+    with pytest.raises(DeclinedError, match="--config-format"):
+        _mistral_files(config.model_config, path)
 
 
 def test_code_of_another_revision_is_declined(moe: Path, tmp_path: Path) -> None:

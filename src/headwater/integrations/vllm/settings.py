@@ -127,7 +127,17 @@ def _files(model: Any) -> dict[str, str]:
     other = config_folder(model)
     if other is not None:
         found |= {f"config/{name}": digest for name, digest in _json_digests(model, other)}
-    return found
+    return found | _mistral_files(model, other or path)
+
+
+def _mistral_files(model: Any, folder: Path) -> dict[str, str]:
+    """Whether vLLM takes params.json for the config: it does where weights in Mistral's format lie beside it, even if
+    it loads others. Of a model of the hub, vLLM asks the hub."""
+    if not (folder / "params.json").is_file() or getattr(model, "config_format", "auto") != "auto":
+        return {}
+    if not os.path.exists(getattr(model, "hf_config_path", None) or model.model):
+        raise DeclinedError("vLLM asks the hub which of two configs to read; choose one with --config-format")
+    return {"consolidated": str(any(folder.glob("consolidated*.safetensors")))}
 
 
 def _json_digests(model: Any, directory: Path) -> Iterator[tuple[str, str]]:
