@@ -22,7 +22,7 @@ from headwater.connector.spoiled import Spoiled
 from headwater.connector.tracker import LOG_EVERY_S, RETRIES, RETRY_STEPS, Inputs, Scheduled
 from headwater.connector.uncertain import Uncertain
 from headwater.errors import StoreError
-from headwater.kv.hashing import ChunkRef
+from headwater.kv.hashing import ChunkRef, Extra
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import open_pool
 from headwater.pool.space import Space
@@ -233,16 +233,61 @@ def test_blocks_that_another_request_computes_in_this_step_are_not_taken_before_
     assert spans(orders.during) == [(name, *span) for name in "ab" for span in ((0, 16), (16, 32), (32, 40))]
 
 
-def test_tokens_that_nobody_explains_are_not_saved_before_they_are_used(space: Space) -> None:
-    """Another connector may be loading them in this very step."""
+def test_tokens_that_nobody_explains_are_not_saved(space: Space) -> None:
+    """Another connector has loaded them, and may have other names for KV. Once they were saved a step later."""
     engine = Engine(space)
     a = engine.add("a", 40)
     engine.start(a)
     a.num_computed = 32
-    orders = engine.step((a, 8))
-    assert not orders.before
-    assert not orders.during
-    assert spans(engine.step((a, 1)).before) == [("a", 0, 16), ("a", 16, 32), ("a", 32, 40)]
+    assert [spans([*orders.before, *orders.during]) for orders in (engine.step((a, 8)), *engine.steps(a, 20))] == [
+        []
+    ] * 21
+    engine.side.finish("a", a.num_computed, a.blocks)
+    assert not engine.step().before
+    b = engine.add("b", 56, blocks=a.blocks[: 48 // BLOCK])
+    engine.start(b, 48)  # in the engine's own cache by now
+    assert not engine.step((b, 8)).during
+    engine.side.finish("b", b.num_computed, b.blocks)
+    assert not engine.step().before
+
+
+def test_blocks_that_are_computed_anew_are_saved_again(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    engine.start(a)
+    a.num_computed = 32
+    engine.step((a, 8))
+    engine.side.finish("a", a.num_computed, a.blocks)
+    b = engine.add("b", 40, first=500, blocks=a.blocks)
+    engine.start(b)
+    assert spans(engine.step((b, 20)).during) == [("b", 0, 16)]
+    assert spans(engine.step((b, 20)).during) == [("b", 16, 32), ("b", 32, 40)]
+    assert not engine.side._foreign.touches(b.blocks[: 40 // BLOCK])
+
+
+def test_what_another_loaded_for_a_step_that_never_came_is_not_saved(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    engine.start(a)
+    engine.side.finish("a", 32, a.blocks)
+    assert not engine.step().before
+
+
+def test_a_cache_that_does_not_tell_inputs_apart_explains_nothing(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    engine.start(a)
+    engine.step((a, 40))
+    b = engine.add("b", 60, blocks=a.blocks[: 32 // BLOCK])
+    engine.side.add("b", b.tokens, 60, Inputs(extras=(Extra("embeds", bytes(32), 0, 60),)), trusts_local=False)
+    engine.start(b, 32)
+    assert not engine.step((b, 28)).during
+    engine.side.finish("b", b.num_computed, b.blocks)
+    assert not engine.step().before
+    c = engine.add("c", 60)
+    engine.side.add("c", c.tokens, 60, Inputs(extras=(Extra("embeds", bytes(32), 0, 60),)), trusts_local=False)
+    engine.start(c)
+    assert spans(engine.step((c, 60)).during) == [("c", first, min(first + 16, 60)) for first in range(0, 60, 16)]
 
 
 # ---- loads that go along with a step ------------------------------------------------------------------------------

@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.orders import SaveOrder, StepOrders, StepReport
 from headwater.connector.scheduler import SchedulerSide
+from headwater.connector.tracker import Inputs
 from headwater.errors import TokenError
 from headwater.integrations.vllm.connector import HeadwaterConnector
 from headwater.integrations.vllm.declined import LOGGER
@@ -342,6 +344,48 @@ def test_images_that_are_only_counted_make_a_request_private(space: Space) -> No
     side.add(request)
     assert side.match(request, 0) == (0, False)
     assert not saved(side.order(make_step(new=[(request, [*range(1, 20)])], scheduled={"a": 300})))
+
+
+def test_local_hits_of_prompt_embeddings_are_not_saved(space: Space) -> None:
+    """vLLM's own cache does not know which embeddings stand for tokens: once it gave one request the KV of another,
+    and this was saved under the second one's name."""
+    side = make_side(space)
+    first, second, third = (make_request(name, 600) for name in "abc")
+    for request, mask in ((first, [True] * 600), (second, None), (third, None)):
+        request.prompt_embeds, request.prompt_is_token_ids = torch.ones(600, 2), mask
+        side.add(request)
+    blocks = [*range(1, 39)]
+    assert match(side, first) == 0
+    assert saved(side.order(make_step(new=[(first, blocks)], scheduled={"a": 600})))
+    assert match(side, second, 512) == 0
+    second.num_computed_tokens = 512
+    assert not saved(side.order(make_step(new=[(second, [*blocks[:32], *range(50, 56)])], scheduled={"b": 88})))
+    assert match(side, third) == 0
+    assert saved(side.order(make_step(new=[(third, [*range(100, 138)])], scheduled={"c": 600})))
+
+
+def test_local_hits_of_a_name_that_two_adapters_had_are_not_saved(
+    space: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own cache knows an adapter by the name that it was given, also after another one got that name."""
+    side = make_side(space)
+    monkeypatch.setattr(side, "_inputs", lambda request: Inputs(adapter=request.request_id[:1].encode() * 32))
+
+    def saves(name: str, lora: str, num_local: int) -> bool:
+        request = make_request(name, 600)
+        request.lora_request = SimpleNamespace(lora_name=lora)  # type: ignore[assignment]
+        assert match(side, request, num_local) == 0
+        request.num_computed_tokens = num_local
+        first = 1000 * int(name[1:])
+        step = make_step(new=[(request, [*range(first, first + 38)])], scheduled={name: 600 - num_local})
+        return bool(saved(side.order(step)))
+
+    assert saves("a1", "summaries", 0)
+    assert saves("a2", "summaries", 512)
+    assert not saves("b3", "summaries", 512)
+    assert not saves("a4", "summaries", 512)
+    assert saves("b5", "summaries", 0)
+    assert saves("b6", "translations", 512)
 
 
 def test_a_new_epoch_takes_back_what_was_not_ordered_yet(space: Space) -> None:

@@ -82,6 +82,8 @@ class SchedulerSide:
         """Loads that have ended on some ranks."""
         self._former: dict[str, Tracked] = {}
         """By id that is used again: the former owner, whose load has not ended."""
+        self._foreign = Spoiled(block_size)
+        """Blocks whose KV nobody here can vouch for, and those that were computed from them: they are not saved."""
         self._is_clean = True
         """Whether the engine's own cache holds KV of this epoch alone."""
         self._uncertain = Uncertain()
@@ -101,8 +103,12 @@ class SchedulerSide:
         inputs: Inputs | None = Inputs(),  # noqa: B008
         *,
         label: str | None = None,
+        trusts_local: bool = True,
     ) -> None:
-        """A new request. Hashes its prompt. Without `inputs` it is served without the pool."""
+        """A new request. Hashes its prompt. Without `inputs` it is served without the pool.
+
+        `trusts_local`: whether KV of the engine's own cache that it gets is certain to be that of its inputs.
+        """
         inputs = inputs if self._is_clean else None
         if (former := self._tracked.pop(request_id, None)) is not None:  # an id that is used again
             if former.load is None:
@@ -132,6 +138,7 @@ class SchedulerSide:
             saves,
             label=label,
             may_load=request_id not in self._former,
+            trusts_local=trusts_local,
         )
 
     def match(self, request_id: str, num_local: int) -> LoadPlan | None:
@@ -196,6 +203,8 @@ class SchedulerSide:
         """A request is over; its blocks are its own until the next step, or until its load has ended."""
         if (tracked := self._tracked.get(request_id)) is None or tracked.is_over:
             return
+        # What it has beyond that, somebody else loaded for a step that never came.
+        num_computed = min(num_computed, tracked.num_computed)
         is_uncertain = self.is_uncertain(block_ids)
         if is_uncertain:
             self._uncertain.leave(block_ids)
@@ -236,6 +245,7 @@ class SchedulerSide:
         for item in scheduled:
             tracked = self._tracked[item.request_id]
             tracked.block_ids = item.block_ids
+            self._note_foreign(tracked, item)
             if self._spoiled and self._spoiled.touches(item.block_ids):
                 tracked.is_suspect = True
             if tracked.load is None:
@@ -342,6 +352,8 @@ class SchedulerSide:
         num_tokens = self._num_to_save(tracked, num_computed)
         if self._spoiled:
             num_tokens = self._spoiled.num_right(tracked.block_ids, num_tokens)
+        if self._foreign:
+            num_tokens = self._foreign.num_right(tracked.block_ids, num_tokens)
         tracked.saves.looked(num_tokens)
         limit = tracked.saves.limit(num_tokens, ends=ends)
         if limit <= tracked.saves.num_saved or tracked.inputs is None or not tracked.may_save or not self._config.saves:
@@ -411,8 +423,10 @@ class SchedulerSide:
         end = chunks[num_chunks - 1].first_token + chunks[num_chunks - 1].num_tokens if num_chunks else 0
         self.counts.load_ended(request_id, end)
         tracked.num_explained = max(tracked.num_explained, end)
-        if load.mode == ASYNC and self._spoiled and num_chunks:
-            self._spoiled.rewrite(load.job.block_ids.tolist(), load.num_local, end)
+        if load.mode == ASYNC and num_chunks:
+            for blocks in (self._spoiled, self._foreign):
+                if blocks:
+                    blocks.rewrite(load.job.block_ids.tolist(), load.num_local, end)
         if num_chunks < len(chunks):  # the engine computes the rest, which is then as good as new
             tracked.saves.lower(chunks[num_chunks].first_token)
             tracked.may_load = False  # once is enough: what failed would be found, and fail, again
@@ -433,6 +447,22 @@ class SchedulerSide:
             self._last_saves[tracked.request_id] = saves, saves.num_saved
             while len(self._last_saves) > MAX_ENDED:
                 del self._last_saves[next(iter(self._last_saves))]
+
+    # ---- blocks of others ---------------------------------------------------------------------------------------
+    def _note_foreign(self, tracked: Tracked, item: Scheduled) -> None:
+        """Tell blocks whose KV came from elsewhere, such as another connector, and what this step computes from them,
+        from those that are as good as new after it."""
+        load, num_explained = tracked.load, tracked.num_explained
+        if load is not None:
+            num_explained = max(num_explained, load.job.chunks[-1].first_token + load.job.chunks[-1].num_tokens)
+        if item.num_computed > num_explained:
+            self._foreign.add(item.block_ids[num_explained // self._block_size :])
+        elif self._foreign:
+            start = item.num_computed if load is None else load.num_local
+            if (num_right := self._foreign.num_right(item.block_ids, start)) < start:
+                self._foreign.add(item.block_ids[num_right // self._block_size :])
+            else:
+                self._foreign.rewrite(item.block_ids, start, item.num_computed + item.num_scheduled)
 
     # ---- blocks that are wrong ----------------------------------------------------------------------------------
     def _spoil(self, invalid_blocks: set[int]) -> None:

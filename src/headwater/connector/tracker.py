@@ -178,6 +178,8 @@ class Tracked:
     """Some of its blocks are, or were, spoiled."""
     may_load: bool = True
     may_save: bool = True
+    trusts_local: bool = True
+    """Whether the engine's own cache tells all inputs apart that this request differs in from others."""
 
     @property
     def is_busy(self) -> bool:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +39,24 @@ RANKS_APART_NS = 60_000_000_000
 def note_files() -> None:
     """Take the state of the files, if vLLM is making its configuration right now. Never raises."""
     config = _config_in_the_making()
-    if config is not None and noted(config) is None and not _read_before(config):
-        note_files_of(config)
+    if config is None or noted(config) is not None or config.load_config.load_format == "dummy":
+        return
+    states = _take(config)
+    if states is not None and not _read_before(config, states):
+        _note(config, states)
 
 
-def _read_before(config: Any) -> bool:
+def _read_before(config: Any, states: Sequence[FileState]) -> bool:
     """Whether a file that vLLM has read by now may have been replaced since: it is younger than the server, and not
-    what vLLM holds of it. Without a note, such a file leaves the server without a pool."""
+    what vLLM holds of it. Without a note, such a file leaves the server without a pool.
+
+    The states are those that are noted: a file that is replaced from here on is not in its state any more.
+    """
     from headwater.integrations.vllm.weights import loaded_files
 
     try:
-        loaded = loaded_files(config)
-        read = [state for state in loaded.states() if state.name not in loaded.names]
+        weights = loaded_files(config).names
+        read = [state for state in states if state.name not in weights]
         young = [state for state in _uncertain(read, config) if _is_young(state, config)]
         return not all(_is_held(state, config.model_config) for state in young)
     except (HeadwaterError, DeclinedError, OSError, AttributeError, ValueError):
@@ -71,7 +77,8 @@ def _is_held(state: FileState, model: Any) -> bool:
     held = _as_json(model.hf_config.to_dict())
     said = json.loads(Path(state.path).read_bytes())
     meant = _as_json(type(model.hf_config).from_dict(dict(said)).to_dict())
-    keys = (said.keys() | meant.keys()) - _NAMED_ELSEWHERE
+    overrides = model.hf_overrides if isinstance(getattr(model, "hf_overrides", None), Mapping) else {}
+    keys = (said.keys() | meant.keys() | held.keys()) - _NAMED_ELSEWHERE - overrides.keys()
     return all(held.get(key) in (meant.get(key), said.get(key, meant.get(key))) for key in keys)
 
 
@@ -82,14 +89,21 @@ def _as_json(value: Any) -> dict[str, Any]:
 
 def note_files_of(config: Any) -> None:
     """Leave the state of the files at a configuration with which nothing was loaded yet."""
+    if config.load_config.load_format != "dummy" and (states := _take(config)) is not None:
+        _note(config, states)
+
+
+def _take(config: Any) -> tuple[FileState, ...] | None:
     from headwater.integrations.vllm.weights import loaded_files
 
-    if config.load_config.load_format == "dummy":
-        return
     try:
-        object.__setattr__(config, _ATTRIBUTE, (_machine(), loaded_files(config).states()))
+        return loaded_files(config).states()
     except (HeadwaterError, DeclinedError, OSError, AttributeError):
-        return  # not downloaded yet, or not to be named at all: `name_weights` says so when it is asked
+        return None  # not downloaded yet, or not to be named at all: `name_weights` says so when it is asked
+
+
+def _note(config: Any, states: tuple[FileState, ...]) -> None:
+    object.__setattr__(config, _ATTRIBUTE, (_machine(), states))
 
 
 def noted(config: Any) -> tuple[FileState, ...] | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -52,9 +54,10 @@ def name_quantization(model: Any) -> str:
 def name_rope(config: Any) -> Mapping[str, Any]:
     """Rope as the reference engine would name it; `name_settings` names all of the config of models it does not run.
 
-    Raises DeclinedError where vLLM could read past the end of its rope table.
+    Raises DeclinedError where vLLM could read past the end of its rope table, or reads another config than it seems.
     """
     check_class(config.model_config)
+    _check_one_config(config.model_config)
     check_positions(config.model_config)
     known = _as_reference(config)
     if known is None:
@@ -82,6 +85,14 @@ def name_settings(config: Any) -> Mapping[str, Any]:
         "max_model_len": model.max_model_len if _reads_length(model) else None,
     }
     return {"config": _digest(whole, "configuration")}
+
+
+def _check_one_config(model: Any) -> None:
+    """Raise DeclinedError where config.json names others: which of them is read depends on the version of
+    transformers."""
+    path = (config_folder(model) or local_path(model)) / "config.json"
+    if path.is_file() and "configuration_files" in read_json(path):
+        raise DeclinedError(f"{str(path)!r} names configuration_files, one of which transformers reads in its place")
 
 
 def _as_reference(config: Any) -> ModelConfig | None:
@@ -116,7 +127,17 @@ def _files(model: Any) -> dict[str, str]:
     other = config_folder(model)
     if other is not None:
         found |= {f"config/{name}": digest for name, digest in _json_digests(model, other)}
-    return found
+    return found | _mistral_files(model, other or path)
+
+
+def _mistral_files(model: Any, folder: Path) -> dict[str, str]:
+    """Whether vLLM takes params.json for the config: it does where weights in Mistral's format lie beside it, even if
+    it loads others. Of a model of the hub, vLLM asks the hub."""
+    if not (folder / "params.json").is_file() or getattr(model, "config_format", "auto") != "auto":
+        return {}
+    if not os.path.exists(getattr(model, "hf_config_path", None) or model.model):
+        raise DeclinedError("vLLM asks the hub which of two configs to read; choose one with --config-format")
+    return {"consolidated": str(any(folder.glob("consolidated*.safetensors")))}
 
 
 def _json_digests(model: Any, directory: Path) -> Iterator[tuple[str, str]]:
@@ -145,10 +166,23 @@ def _remote_code(model: Any) -> dict[str, str]:
             maps += _auto_maps(path)
     if not any(maps):
         return {}
+    if getattr(model, "code_revision", None):
+        raise DeclinedError("the model's code is of another revision (code_revision) than its files")
     if "--" in json.dumps(maps, default=str) or not folders:
         raise DeclinedError("the model's code lies in another repository (auto_map), and may change there")
     found = {f"{number}/{name}": path for number, folder in enumerate(folders) for name, path in _code(folder)}
     return {name: _file_digest(path) for name, path in sorted(found.items())}
+
+
+def check_running_code(model: Any) -> None:
+    """Raise DeclinedError where code runs that is not the model's as it was named. For workers: transformers imports
+    code from copies that it made once."""
+    named = set(_remote_code(model).values())
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or os.devnull)
+        runs = bool(named) and name.startswith("transformers_modules.") and path.is_file() and path.stat().st_size > 0
+        if runs and _file_digest(path) not in named:
+            raise DeclinedError(f"{str(path)!r} runs, and is not among the model's files; delete it and restart")
 
 
 def _code(folder: Path) -> Iterator[tuple[str, Path]]:
