@@ -354,6 +354,18 @@ def test_requests_of_an_idle_engine_load_in_the_step_that_needs_them(space: Spac
     assert {name for name, _, _ in spans(orders.during)} == {"cold"}
 
 
+def test_requests_that_load_much_do_not_wait_for_each_other(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one step, all of them would wait for the last."""
+    monkeypatch.setattr("headwater.connector.scheduler.MAX_SHARED_TOKENS", 64)
+    fill(space, 48)
+    engine = Engine(space, "auto")
+    requests = [engine.add(name, 64) for name in "abc"]
+    for request in requests:
+        engine.load(request)
+    a, b, _ = requests
+    assert modes(engine.step((a, 16), (b, 16))) == {"a": "layerwise", "b": "layerwise", "c": "async"}
+
+
 @pytest.mark.parametrize("how", ["prefills", "decodes", "was taken back"])
 def test_nobody_waits_for_the_load_of_another(space: Space, how: str) -> None:
     fill(space, 32)

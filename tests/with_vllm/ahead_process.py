@@ -50,13 +50,53 @@ class Ahead(Commands):
     def __init__(self, settings: dict[str, Any]) -> None:
         schedule_ahead()
         super().__init__(settings)
-        self.core = self.llm.llm_engine.engine_core.engine_core
-        assert self.core.batch_queue_size == 2
+        core = self.llm.llm_engine.engine_core.engine_core
+        assert core.batch_queue_size == 2, "vLLM does not schedule ahead"
+        self.side = core.scheduler.connector._steps.side
+        self.modes: list[str] = []
+        order = self.side.order
 
-    def facts(self) -> dict[str, Any]:
-        """What the scheduler side does."""
-        connector = self.core.scheduler.connector
-        return {"batches": self.core.batch_queue_size, "in_step": connector._steps.side.loads_in_step}
+        def order_and_note(*args: Any, **options: Any) -> Any:
+            orders = order(*args, **options)
+            self.modes += [load.mode for load in orders.loads]
+            return orders
+
+        self.side.order = order_and_note
+
+    def take_modes(self) -> list[str]:
+        """How requests waited for their loads since the last call."""
+        modes, self.modes = self.modes, []
+        return modes
+
+    def leftovers(self) -> list[int]:
+        """Requests and blocks that the scheduler side still thinks of."""
+        return [len(self.side._tracked), len(self.side._uncertain._blocks), len(self.side._held)]
+
+    def play(self, script: list[list[Any]]) -> dict[str, list[int]]:
+        """["add", name, prompt, number of tokens], ["step", count] and ["abort", name], in this order, and then steps
+        to the end; the tokens of each request."""
+        from vllm import SamplingParams
+
+        said: dict[str, list[int]] = {}
+        engine = self.llm.llm_engine
+
+        def step() -> None:
+            for output in engine.step():
+                said[output.request_id] = list(output.outputs[0].token_ids)
+
+        for what, *arguments in script:
+            if what == "add":
+                name, prompt, count = arguments
+                params = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True)
+                engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            elif what == "abort":
+                engine.abort_request(arguments)
+            else:
+                for _ in range(arguments[0]):
+                    step()
+        while engine.has_unfinished_requests():
+            step()
+        return said
 
 
 if __name__ == "__main__":

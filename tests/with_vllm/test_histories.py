@@ -149,6 +149,8 @@ class Server:
         ):
             more = list(block_ids[0]) if block_ids else []
             self._block_ids[name] = more if name in cached.resumed_req_ids else self._block_ids[name] + more
+            # A worker of vLLM has none of a resumed request's tokens.
+            assert name in cached.all_token_ids or name not in cached.resumed_req_ids
             self._computed[name] = num_computed
 
     def _compute(self, name: str, output: Any) -> list[int]:
@@ -268,6 +270,28 @@ def run_failures(configs: dict[tuple[int, int], VllmConfig], rng: random.Random)
             server.scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.1 and not server.is_loading)
     check_end(server, prompts, aborted)
     return server.cache.num_failed
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_preempted_request_said_is_dropped_while_its_load_is_not_known(
+    configs: dict[tuple[int, int], VllmConfig], seed: int
+) -> None:
+    """Both requests load in the same step, and the next step has no block for the second. (vLLM 0.32 does not preempt a
+    request that is in flight, unless it frees blocks at once.)"""
+    space = HistorySpace(4, random.Random(seed))
+    space.drop_rate, space.far_rate, space.fail_rate = 0.0, 0.0, 1.0
+    server = Server(configs[2, 64], space, "auto", num_blocks=1 + 2 * 16 // BLOCK, depth=2)
+    server.scheduler.defer_block_free = False
+    prompts = {name: ([token] * 16, 8) for name, token in (("a", 3), ("b", 4))}
+    for name, (prompt, max_tokens) in prompts.items():
+        for chunk in space.keys(prompt).chunks():
+            space.kept[chunk.key] = tuple(prompt[: chunk.first_token + chunk.num_tokens])
+        server.add(name, prompt, max_tokens)
+    server.step()
+    assert server.cache.num_loads == 2
+    server.step()
+    assert server.scheduler.requests["b"].num_preemptions
+    check_end(server, prompts, set())
 
 
 def check_end(server: Server, prompts: dict[str, tuple[list[int], int]], aborted: set[str]) -> None:

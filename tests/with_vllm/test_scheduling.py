@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from headwater.connector.config import ConnectorConfig
@@ -25,11 +27,11 @@ from headwater.connector.tracker import Inputs
 from headwater.errors import TokenError
 from headwater.integrations.vllm.connector import HeadwaterConnector
 from headwater.integrations.vllm.declined import LOGGER
-from headwater.integrations.vllm.messages import WorkerMetadata
+from headwater.integrations.vllm.messages import StepMetadata, WorkerMetadata
 from headwater.integrations.vllm.options import read_options, settle_load_mode
 from headwater.integrations.vllm.reloads import Freshness
 from headwater.integrations.vllm.steps import IDLE_WAIT_S, NULL_BLOCK, Steps
-from headwater.integrations.vllm.takeback import why_outside
+from headwater.integrations.vllm.takeback import Takeback, why_outside
 from headwater.kv.hashing import ChunkKeys, ChunkRef
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import open_pool
@@ -571,6 +573,7 @@ class Recorder:
 def make_connector(worker: Any, *, saves_layers: bool = True) -> Any:
     connector = HeadwaterConnector.__new__(HeadwaterConnector)
     vars(connector).update(_worker=worker, _saves_layers=saves_layers, _layers={}, step_seconds=0.0)
+    vars(connector).update(_takeback=None, _steps=None)
     vars(connector).update(_member=None, _has_told_home=False, _epoch=0, _stale_epoch=None, _freshness=Freshness(0))
     return connector
 
@@ -588,6 +591,95 @@ def test_layers_are_announced_by_their_number() -> None:
         ("after_layer", 11),
         ("end_step",),
     ]
+
+
+METADATA = {"model.layers.0.self_attn.attn": object()}
+
+
+@pytest.mark.parametrize(
+    ("context", "saves_layers", "waits_at_once"),
+    [
+        (SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.NONE, attn_metadata=METADATA), True, False),
+        (SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, attn_metadata=METADATA), True, False),
+        (SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.FULL, attn_metadata=METADATA), True, True),
+        (SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.NONE, attn_metadata=None), True, True),
+        (SimpleNamespace(attn_metadata=METADATA), True, True),
+        (SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.NONE, attn_metadata=METADATA), False, True),
+    ],
+    ids=["eager", "pieces", "one graph", "one graph of the second runner", "unknown", "micro-batches"],
+)
+def test_a_step_without_hooks_waits_for_its_loads_before_it_computes(
+    context: Any, saves_layers: bool, waits_at_once: bool
+) -> None:
+    for has_loads in (True, False):
+        connector = make_connector(worker := Recorder(), saves_layers=saves_layers)
+        worker.needs_layers = has_loads
+        connector._connector_metadata = StepMetadata(StepOrders())
+        connector.start_load_kv(context)
+        calls = [name for name, *_ in worker.calls]
+        assert calls == ["start_loads", *(["wait_layers"] if waits_at_once and has_loads else [])]
+
+
+def test_loads_of_a_step_have_ended_when_vllm_asks_for_them() -> None:
+    """With speculative decoding it asks before it says that the step is over."""
+    connector = make_connector(worker := Recorder())
+    worker.take_finished = set
+    connector.get_transfer_results(set())
+    assert worker.calls == [("end_loads",)]
+
+
+@pytest.mark.parametrize(
+    "lacks", ["", "nothing made it", "evict_blocks", "drop_stale_output", "num_stale_output_tokens"]
+)
+def test_a_vllm_that_schedules_ahead_and_cannot_take_steps_back_loads_outside_the_batch(
+    lacks: str, space: Space, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Manager:
+        def get_block_ids(self, request_id: str) -> tuple[list[int]]:
+            return ([],)
+
+        def evict_blocks(self, block_ids: set[int]) -> None:
+            pass
+
+    class Scheduler:
+        def __init__(self) -> None:
+            self.running, self.requests, self.prev_step_scheduled_req_ids = [], {}, set()
+            self.kv_cache_manager = Manager()
+
+        def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+            pass
+
+    scheduler = Scheduler()
+    if lacks == "evict_blocks":
+        monkeypatch.delattr(Manager, lacks)
+    elif lacks == "drop_stale_output":
+        monkeypatch.setattr(Scheduler, "_preempt_request", lambda self, request, timestamp: None)
+    elif lacks == "num_stale_output_tokens":
+        monkeypatch.setattr(Request, "__init__", lambda self: None)
+    connector = make_connector(None)
+    connector._steps, connector._options = make_side(space, "auto"), read_options({}, "kv_both")
+    connector._steps.side.loads_in_step = False
+    connector._takeback = None if lacks == "nothing made it" else Takeback(scheduler)
+    with caplog.at_level("INFO", LOGGER):
+        connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
+    assert connector._steps.side.loads_in_step == (not lacks)
+    assert ("async instead of auto" in caplog.text) == bool(lacks)
+
+
+def test_wrong_blocks_are_taken_back_although_the_pool_is_off(space: Space) -> None:
+    """A worker that fails in the middle of a step gives its reason, and the blocks that it did not fill."""
+    taken = list[set[int]]()
+    connector = make_connector(None)
+    connector._steps = make_side(space, "auto")
+    connector._takeback = SimpleNamespace(take_back=taken.append, drop_output=taken.append)
+    told = KVConnectorOutput(
+        invalid_block_ids={3, 4}, kv_connector_worker_meta=WorkerMetadata(StepReport(declined="it is broken"))
+    )
+    connector.update_connector_output(told)
+    assert connector._steps is None
+    connector.update_connector_output(told)
+    connector.build_connector_meta(make_step(preempted=["a"]))
+    assert taken == [{3, 4}, {3, 4}, ["a"]]
 
 
 def test_layers_that_run_twice_in_a_step_are_saved_at_its_end() -> None:

@@ -24,6 +24,9 @@ from headwater.connector.uncertain import Uncertain, followers
 from headwater.errors import HeadwaterError
 from headwater.pool.space import Space
 
+MAX_SHARED_TOKENS = 2048
+"""When so much is loaded in a step, no other request joins it: all of them would wait for the last load. An 8B model's
+KV of so many tokens crosses a PCIe bus in 5 ms."""
 MAX_ENDED = 4096
 """Requests that are over, whose last saves may still be reported as dropped."""
 
@@ -156,10 +159,12 @@ class SchedulerSide:
 
     def _mode(self, tracked: Tracked) -> str:
         """How a request is to wait for KV that is near, as things stand: in the step that needs it if that stalls
-        nobody. Others that are matched for the same step wait in it, too."""
+        nobody. Several requests may load in the same step, as long as they hardly wait for each other."""
         mode = self._config.load_mode if self.loads_in_step else ASYNC
         if mode != AUTO:
             return mode
+        if sum(chunk.num_tokens for load in self._loads for chunk in load.job.chunks) > MAX_SHARED_TOKENS:
+            return ASYNC
         others = (*self._tracked.values(), *self._former.values())
         return ASYNC if any(other.is_busy for other in others if other is not tracked) else LAYERWISE
 
