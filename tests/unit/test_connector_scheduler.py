@@ -356,7 +356,7 @@ def test_requests_of_an_idle_engine_load_in_the_step_that_needs_them(space: Spac
 
 def test_requests_that_load_much_do_not_wait_for_each_other(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one step, all of them would wait for the last."""
-    monkeypatch.setattr("headwater.connector.scheduler.MAX_SHARED_TOKENS", 64)
+    monkeypatch.setattr("headwater.connector.scheduler.MAX_SHARED_BYTES", space.spec.extent_bytes(1) * 64)
     fill(space, 48)
     engine = Engine(space, "auto")
     requests = [engine.add(name, 64) for name in "abc"]

@@ -24,9 +24,10 @@ from headwater.connector.uncertain import Uncertain, followers
 from headwater.errors import HeadwaterError
 from headwater.pool.space import Space
 
-MAX_SHARED_TOKENS = 2048
-"""When so much is loaded in a step, no other request joins it: all of them would wait for the last load. An 8B model's
-KV of so many tokens crosses a PCIe bus in 5 ms."""
+MAX_SHARED_BYTES = 16 << 30
+"""When so much is loaded in a step, no other request joins it: all of them wait for the last load, a third of a second
+here. Below that, one step for all is sooner over than a step for each that comes: they would be launched while the next
+loads need the host, too."""
 MAX_ENDED = 4096
 """Requests that are over, whose last saves may still be reported as dropped."""
 
@@ -163,7 +164,8 @@ class SchedulerSide:
         mode = self._config.load_mode if self.loads_in_step else ASYNC
         if mode != AUTO:
             return mode
-        if sum(chunk.num_tokens for load in self._loads for chunk in load.job.chunks) > MAX_SHARED_TOKENS:
+        num_tokens = sum(chunk.num_tokens for load in self._loads for chunk in load.job.chunks)
+        if self._space.spec.extent_bytes(1) * num_tokens > MAX_SHARED_BYTES:
             return ASYNC
         others = (*self._tracked.values(), *self._former.values())
         return ASYNC if any(other.is_busy for other in others if other is not tracked) else LAYERWISE
