@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 
 import pytest
 from test_identity import changed, config_of
+from vllm.config import KVTransferConfig
 
 from headwater.engine.identity import engine_identity
+from headwater.integrations.vllm import before
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.identity import server_identity
 from headwater.integrations.vllm.options import read_options
@@ -264,6 +267,34 @@ def test_weights_that_decide_which_config_is_read_count(moe: Path, tmp_path: Pat
     config.model_config.model = "acme/of-the-hub"
     with pytest.raises(DeclinedError, match="--config-format"):
         _mistral_files(config.model_config, path)
+
+
+def test_the_config_that_vllm_holds_counts_wherever_it_was_read(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = KVTransferConfig(
+        kv_connector="HeadwaterConnector", kv_connector_module_path="headwater.integrations.vllm", kv_role="kv_both"
+    )
+    find = before._config_in_the_making
+
+    def make(**held: Any) -> Any:
+        """vLLM's configuration, with a model's config that holds something else than the files."""
+
+        def find_and_change() -> Any:
+            if (config := find()) is not None:
+                config.model_config.hf_config.update(held)
+            return config
+
+        monkeypatch.setattr(before, "_config_in_the_making", find_and_change)
+        monkeypatch.setattr(before, "_is_young", lambda state, config: False)
+        config = engine(moe, kv_transfer_config=transfer)
+        assert before.noted(config) is not None
+        return config
+
+    plain = make()
+    assert name(make()) == name(plain) == name(make(initializer_range=0.5, _name_or_path="elsewhere"))
+    assert name(make(rms_norm_eps=0.5)) != name(plain)
+    expected = name(plain)
+    plain.model_config.hf_config.update({"rms_norm_eps": 0.5})  # as workers do while they build some models
+    assert name(pickle.loads(pickle.dumps(plain))) == expected
 
 
 def test_code_of_another_revision_is_declined(moe: Path, tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """The state of a model's files before vLLM loaded them: without it nobody knows whether they are what was loaded.
 
 vLLM makes a connector when the model is loaded. It asks for the connector's class much earlier, in the front process
-while it makes its configuration; `note_files` takes the state then and there, and leaves it at the configuration, which
-goes to every process of the server. Where vLLM did not ask, or the files were not there yet, `check_before` accepts
-files that are older than the server, and blobs of one commit of the Hugging Face hub.
+while it makes its configuration; `note_files` takes the state then and there, and the model's config as vLLM holds it,
+and leaves both at the configuration, which goes to every process of the server. Where vLLM did not ask, or the files
+were not there yet, `check_before` accepts files that are older than the server, and blobs of one commit of the Hugging
+Face hub.
 """
 
 from __future__ import annotations
@@ -103,12 +104,20 @@ def _take(config: Any) -> tuple[FileState, ...] | None:
 
 
 def _note(config: Any, states: tuple[FileState, ...]) -> None:
-    object.__setattr__(config, _ATTRIBUTE, (_machine(), states))
+    hf = getattr(config.model_config, "hf_config", None)
+    held = {} if hf is None else _as_json(hf.to_dict())
+    object.__setattr__(config, _ATTRIBUTE, (_machine(), states, held))
+
+
+def held_config(config: Any) -> Mapping[str, Any]:
+    """The model's config as vLLM held it before any worker changed it; nothing where that was not noted."""
+    held: dict[str, Any] = getattr(config, _ATTRIBUTE, ("", None, {}))[2]
+    return {key: value for key, value in held.items() if key not in _NAMED_ELSEWHERE}
 
 
 def noted(config: Any) -> tuple[FileState, ...] | None:
     """What `note_files` left; None where it could not, or did on another machine than this."""
-    machine, states = getattr(config, _ATTRIBUTE, ("", None))
+    machine, states, _ = getattr(config, _ATTRIBUTE, ("", None, {}))
     return states if machine == _machine() else None
 
 

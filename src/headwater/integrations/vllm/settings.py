@@ -1,8 +1,9 @@
 """How a vLLM server runs its weights: in the words of the reference engine where that knows every key of the
 configuration, and otherwise as a digest of the whole configuration and of vLLM's options.
 
-The digest is made from files and options. vLLM changes the config of some models while it builds them, in its workers
-and not in its scheduler, and all of them must find one name.
+The digest is made from files, options, and the config as vLLM held it when it was noted (`before`): whatever led vLLM
+to read it from elsewhere counts. vLLM changes the config of some models while it builds them, in its workers and not in
+its scheduler, and all of them must find one name.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from headwater.errors import ModelError
+from headwater.integrations.vllm.before import held_config
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.flags import counted_flags
 from headwater.integrations.vllm.positions import check_positions
@@ -84,7 +86,15 @@ def name_settings(config: Any) -> Mapping[str, Any]:
         "code": _remote_code(model),
         "max_model_len": model.max_model_len if _reads_length(model) else None,
     }
+    if held := {key: value for key, value in held_config(config).items() if key not in _harmless(model)}:
+        whole["held"] = held
     return {"config": _digest(whole, "configuration")}
+
+
+def _harmless(model: Any) -> Collection[str]:
+    """Keys of a config that change nothing in this model."""
+    is_text = model.architecture in SEARCHED and getattr(model, "multimodal_config", None) is None
+    return HARMLESS if is_text else _WRITER
 
 
 def _check_one_config(model: Any) -> None:
@@ -142,13 +152,12 @@ def _mistral_files(model: Any, folder: Path) -> dict[str, str]:
 
 def _json_digests(model: Any, directory: Path) -> Iterator[tuple[str, str]]:
     """(name, digest) of each file that vLLM may read, a config without the keys that change nothing."""
-    is_text = model.architecture in SEARCHED and getattr(model, "multimodal_config", None) is None
     for path in sorted(directory.glob("*.json")):
         name = path.name
         if not _is_read(model, name):
             continue
         if name == "config.json":
-            harmless = HARMLESS if is_text else _WRITER
+            harmless = _harmless(model)
             yield name, _digest({key: value for key, value in read_json(path).items() if key not in harmless}, name)
         else:
             yield name, _file_digest(path)
