@@ -415,6 +415,21 @@ def test_a_load_outside_the_batch_holds_up_no_step(space: Space) -> None:
     assert engine.side.match("b", 0) == (32, "layerwise")
 
 
+def test_no_load_outside_the_batch_begins_behind_blocks_that_may_be_wrong(space: Space) -> None:
+    """The engine has them from a load in its last step. A request that computed nothing could not be taken back."""
+    fill(space, 48)
+    engine = Engine(space, "auto")
+    a = engine.add("a", 64)
+    engine.load(a)
+    engine.step((a, 16))
+    b = engine.add("b", 64, blocks=a.blocks[:4])
+    assert engine.side.match("b", 16) is None
+    assert engine.side.match("b", 0) == (48, "async"), "it would share nothing"
+    engine.side.hear(StepReport(ended={"a": (3,)}))
+    assert engine.load(b, 16) == 32
+    assert modes(engine.step((a, 1))) == {"b": "async"}
+
+
 def test_an_engine_that_cannot_take_steps_back_loads_outside_the_batch(space: Space) -> None:
     fill(space, 32)
     for mode in ("auto", "layerwise", "blocking"):

@@ -147,8 +147,8 @@ class SchedulerSide:
 
     def match(self, request_id: str, num_local: int) -> LoadPlan | None:
         """What can be loaded beyond the `num_local` tokens that the engine has itself. `num_tokens` 0: nothing that is
-        worth it. None: it is being fetched from a lower tier, or its last load has not ended; ask again. Changes
-        nothing that the engine sees."""
+        worth it. None: it is being fetched from a lower tier, or waits for the end of a load in a step; ask again.
+        Changes nothing that the engine sees."""
         tracked = self._tracked[request_id]
         if tracked.load is not None:
             return None
@@ -156,6 +156,9 @@ class SchedulerSide:
         if plan is not None and tracked.match is not None:
             most = len(tracked.tokens) - 1
             self.counts.asked(request_id, most, min(tracked.match.num_tokens, most))
+        is_rash = plan is not None and plan.num_tokens and plan.mode == ASYNC and num_local and self._uncertain
+        if is_rash and self._config.load_mode == AUTO:
+            return None  # it would hold blocks, some of them perhaps wrong: one step later that is known
         return plan
 
     def _mode(self, tracked: Tracked) -> str:
