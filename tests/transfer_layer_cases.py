@@ -146,13 +146,18 @@ def write_noise(space: Space, chunks: list[ChunkRef]) -> list[np.ndarray]:
     return whole
 
 
-def read_layers(loader: Loader, view: PagedView, shard: Shard, chunks: Any, blocks: Any, device: str) -> list[Any]:
-    """A step that computes with what is loaded: what it sees of each layer, by chunk."""
+def read_layers(
+    loader: Loader, view: PagedView, shard: Shard, chunks: Any, blocks: Any, device: str, *, at_once: bool = False
+) -> list[Any]:
+    """A step that computes with what is loaded: what it sees of each layer, by chunk. `at_once`: it is one graph."""
     plan = plan_spans(view, shard, [Span(blocks, c.first_token, c.num_tokens) for c in chunks])
     seen = [torch.zeros(plan.staged_bytes(1), dtype=torch.uint8, device=view.device) for _ in range(SPEC.num_layers)]
     with computing(device):
+        if at_once:
+            loader.wait_layers()
         for layer in range(SPEC.num_layers):
-            loader.wait_layer(layer)
+            if not at_once:
+                loader.wait_layer(layer)
             gather(plan, range(layer, layer + 1), seen[layer])
     return [[tiles[0].cpu().numpy() for group in plan.staged(flat, 1) for tiles in group] for flat in seen]
 
@@ -169,7 +174,7 @@ def check_layer_load(url: str, device: str, tp: int, ring: int) -> None:
             try:
                 for name in "ab":
                     loader.load(name, chunks, blocks, layerwise=True)
-                    seen = read_layers(loader, view, shard, chunks, blocks, device)
+                    seen = read_layers(loader, view, shard, chunks, blocks, device, at_once=name == "b")
                     assert done.next() == (name, len(chunks))
                     assert not loader.has_open
                     for layer in range(SPEC.num_layers):

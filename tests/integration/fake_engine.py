@@ -11,6 +11,7 @@ minute. A token is a byte of UTF-8, and 256 ends a sequence. A page is 16 tokens
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -183,7 +184,7 @@ def serve(options: str) -> int:
     from headwater.serve.server import Hooks, run_server
 
     def on_ready(ready: Ready, model: str, url: str) -> None:
-        print(json.dumps({"url": url, "model": model}), flush=True)
+        print(json.dumps({"url": url, "model": model, "num_frozen": gc.get_freeze_count()}), flush=True)
 
     fields = json.loads(options)
     config = ServerConfig(engine=EngineConfig(model=fields.pop("model", "fake"), max_num_seqs=4), **fields)

@@ -37,7 +37,8 @@ class Server:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        self.url = json.loads(line)["url"] if line else ""
+        self.facts: dict[str, Any] = json.loads(line) if line else {"url": ""}
+        self.url = self.facts["url"]
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
 
     def chat(self, content: str, **fields: Any) -> Any:

@@ -112,6 +112,58 @@ def test_too_many_connections_with_requests_are_told_to_come_back(start: Callabl
     wait_until(lambda: server.chat("say:hi").status_code == 200)
 
 
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def connect_narrow(server: Server, sent: bytes = b"") -> socket.socket:
+    """A connection whose own buffer is small, so that little is on its way when nobody reads."""
+    host, port = server.url.partition("://")[2].split(":")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect((host, int(port)))
+    sock.sendall(sent)
+    return sock
+
+
+def health_status(server: Server) -> bytes:
+    with server.connect(HEALTH) as sock:
+        return sock.recv(12)[-3:]
+
+
+def test_connections_that_ask_on_and_on_and_read_nothing_make_room_for_others(start: Callable[..., Server]) -> None:
+    """It takes no key: each of the answers says that one is needed."""
+    server = start(max_connections=4, api_key="k")
+    with ExitStack() as stack:
+        asking = HEALTH.replace(b"/health", b"/v1/models") * 1000
+        for _ in range(4):
+            sock = stack.enter_context(connect_narrow(server, asking))
+            assert sock.recv(20).startswith(b"HTTP/1.1 401")
+        assert [health_status(server) for _ in range(8)] == [b"200"] * 8
+
+
+def test_a_connection_that_does_not_read_its_answer_makes_room_for_others(start: Callable[..., Server]) -> None:
+    server = start(max_connections=1)
+    sent = request({"prompt": "count", "max_tokens": 15_000, "stream": True, "logprobs": 20})
+    with connect_narrow(server, sent) as sock:
+        assert sock.recv(20).startswith(b"HTTP/1.1 200")
+        assert health_status(server) == b"503", "it runs, and nobody knows yet that it is not read"
+        began_s = time.monotonic()
+        wait_until(lambda: health_status(server) == b"200")
+        assert time.monotonic() - began_s < SOON_S, "long before it is given up"
+
+
+def test_clients_that_leave_while_they_are_refused_are_nothing_to_log(start: Callable[..., Server]) -> None:
+    server = start(max_connections=1)
+    sent = request({"prompt": "slow", "max_tokens": 10_000, "stream": True})
+    with server.connect(sent) as running:
+        running.recv(20)
+        # Leaving with something unread is a reset, which often meets the server in the middle of its answer.
+        assert [health_status(server) for _ in range(60)] == [b"503"] * 60
+    server.process.terminate()
+    _, log = server.process.communicate(timeout=SOON_S)
+    assert log == ""
+
+
 def test_a_lack_of_file_descriptors_is_told_once_and_got_over(start: Callable[..., Server]) -> None:
     server = start()
     pid = server.process.pid
@@ -166,6 +218,18 @@ def test_unfinished_bodies_are_bounded_in_sum_and_short_requests_get_through(sta
         for _ in range(5):
             running = stack.enter_context(server.http.stream("POST", "/v1/completions", json=fields))
             assert running.status_code == 200
+
+
+def test_a_client_that_is_still_sending_its_body_is_told_that_the_server_stops(start: Callable[..., Server]) -> None:
+    server = start()
+    with server.connect(request({"prompt": "x"})[:-1]) as sock:
+        assert health_status(server) == b"200"  # what came before was read before
+        server.process.terminate()
+        said = answer(sock)
+    _, log = server.process.communicate(timeout=SOON_S)
+    assert said.startswith(b"HTTP/1.1 503 ")
+    assert b'"code":"engine_dead"' in said
+    assert (server.process.returncode, log) == (0, "")
 
 
 # Errors

@@ -28,7 +28,7 @@ from headwater.errors import (
 from headwater.kv.topology import whole_shard
 from headwater.pool import open_pool
 from headwater.stores.base import Status
-from headwater.stores.embedded import layout, store_directory
+from headwater.stores.embedded import destroy, layout, store_directory
 from headwater.stores.embedded.data import MappedData
 from headwater.stores.url import parse_url
 
@@ -277,6 +277,38 @@ def test_a_directory_with_somebody_elses_index_is_left_alone(tmp_path: Path) -> 
         open_pool(f"file://{tmp_path}?capacity=4MiB")
     assert (tmp_path / "index").read_text() == "a table of contents"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "names", [["index", "members", "events"], ["members"], ["events"], ["copied-to"]], ids=lambda names: "+".join(names)
+)
+def test_files_of_the_same_names_that_headwater_did_not_make_are_left_alone(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        (tmp_path / name).write_text(f"{name} of somebody else")
+    with pytest.raises(StoreError, match="not made by Headwater"):
+        open_pool(f"file://{tmp_path}?capacity=4MiB")
+    with pytest.raises(StoreError, match="not made by Headwater"):
+        destroy(parse_url(f"file://{tmp_path}"))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        name: f"{name} of somebody else" for name in names
+    }
+
+
+@pytest.mark.parametrize("kept", ["members", "data"])
+def test_a_pool_whose_index_is_noise_is_still_one(tmp_path: Path, kept: str) -> None:
+    def spoil() -> None:
+        open_pool(f"file://{tmp_path}?capacity=4MiB").close()
+        for path in tmp_path.iterdir():
+            if not path.name.startswith(kept):
+                path.write_bytes(os.urandom(9000))
+        if kept == "data":
+            (tmp_path / f"data-{'0' * 32}-0000").write_bytes(b"left")
+
+    spoil()
+    open_pool(f"file://{tmp_path}?capacity=4MiB").close()
+    spoil()
+    destroy(parse_url(f"file://{tmp_path}"))
+    assert not tmp_path.exists()
 
 
 def test_options_that_were_rounded_are_still_the_same_options(tmp_path: Path) -> None:

@@ -176,6 +176,18 @@ def test_the_command_shows_pools_without_passwords(tmp_path: Path, monkeypatch: 
     assert ENV["SALT"] not in outcome.output
 
 
+@pytest.mark.parametrize("option", ["ca", "password_file"])
+def test_the_command_looks_for_files_that_a_tier_names(option: str, tmp_path: Path) -> None:
+    path, named = tmp_path / "headwater.toml", tmp_path / "named"
+    path.write_text(f'[pools]\nfleet = "shm:///a,rediss://cache?{option}={named}"\n')
+    outcome = CliRunner().invoke(app, ["config", "check", str(path)])
+    assert outcome.exit_code == 1
+    assert f"{option}=" in outcome.stderr
+    assert "cannot be read" in outcome.stderr
+    named.write_text("something")
+    assert CliRunner().invoke(app, ["config", "check", str(path)]).exit_code == 0
+
+
 def test_an_unknown_name_says_how_to_define_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADWATER_CONFIG", raising=False)
     with pytest.raises(ConfigError, match="HEADWATER_POOL_FLEET_2"):

@@ -20,8 +20,9 @@ from headwater.connector.orders import SaveOrder, StepOrders, StepReport
 from headwater.connector.scheduler import LoadEnd, SchedulerSide
 from headwater.connector.spoiled import Spoiled
 from headwater.connector.tracker import LOG_EVERY_S, RETRIES, RETRY_STEPS, Inputs, Scheduled
+from headwater.connector.uncertain import Uncertain
 from headwater.errors import StoreError
-from headwater.kv.hashing import ChunkRef
+from headwater.kv.hashing import ChunkRef, Extra
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import open_pool
 from headwater.pool.space import Space
@@ -232,16 +233,61 @@ def test_blocks_that_another_request_computes_in_this_step_are_not_taken_before_
     assert spans(orders.during) == [(name, *span) for name in "ab" for span in ((0, 16), (16, 32), (32, 40))]
 
 
-def test_tokens_that_nobody_explains_are_not_saved_before_they_are_used(space: Space) -> None:
-    """Another connector may be loading them in this very step."""
+def test_tokens_that_nobody_explains_are_not_saved(space: Space) -> None:
+    """Another connector has loaded them, and may have other names for KV. Once they were saved a step later."""
     engine = Engine(space)
     a = engine.add("a", 40)
     engine.start(a)
     a.num_computed = 32
-    orders = engine.step((a, 8))
-    assert not orders.before
-    assert not orders.during
-    assert spans(engine.step((a, 1)).before) == [("a", 0, 16), ("a", 16, 32), ("a", 32, 40)]
+    assert [spans([*orders.before, *orders.during]) for orders in (engine.step((a, 8)), *engine.steps(a, 20))] == [
+        []
+    ] * 21
+    engine.side.finish("a", a.num_computed, a.blocks)
+    assert not engine.step().before
+    b = engine.add("b", 56, blocks=a.blocks[: 48 // BLOCK])
+    engine.start(b, 48)  # in the engine's own cache by now
+    assert not engine.step((b, 8)).during
+    engine.side.finish("b", b.num_computed, b.blocks)
+    assert not engine.step().before
+
+
+def test_blocks_that_are_computed_anew_are_saved_again(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    engine.start(a)
+    a.num_computed = 32
+    engine.step((a, 8))
+    engine.side.finish("a", a.num_computed, a.blocks)
+    b = engine.add("b", 40, first=500, blocks=a.blocks)
+    engine.start(b)
+    assert spans(engine.step((b, 20)).during) == [("b", 0, 16)]
+    assert spans(engine.step((b, 20)).during) == [("b", 16, 32), ("b", 32, 40)]
+    assert not engine.side._foreign.touches(b.blocks[: 40 // BLOCK])
+
+
+def test_what_another_loaded_for_a_step_that_never_came_is_not_saved(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    engine.start(a)
+    engine.side.finish("a", 32, a.blocks)
+    assert not engine.step().before
+
+
+def test_a_cache_that_does_not_tell_inputs_apart_explains_nothing(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    engine.start(a)
+    engine.step((a, 40))
+    b = engine.add("b", 60, blocks=a.blocks[: 32 // BLOCK])
+    engine.side.add("b", b.tokens, 60, Inputs(extras=(Extra("embeds", bytes(32), 0, 60),)), trusts_local=False)
+    engine.start(b, 32)
+    assert not engine.step((b, 28)).during
+    engine.side.finish("b", b.num_computed, b.blocks)
+    assert not engine.step().before
+    c = engine.add("c", 60)
+    engine.side.add("c", c.tokens, 60, Inputs(extras=(Extra("embeds", bytes(32), 0, 60),)), trusts_local=False)
+    engine.start(c)
+    assert spans(engine.step((c, 60)).during) == [("c", first, min(first + 16, 60)) for first in range(0, 60, 16)]
 
 
 # ---- loads that go along with a step ------------------------------------------------------------------------------
@@ -287,6 +333,206 @@ def test_what_was_loaded_well_is_the_ground_of_saves_from_the_next_step_on(space
     orders = engine.step((a, 16))
     assert spans(orders.before) == [("a", 32, 48)]
     assert spans(orders.during) == [("a", 48, 64)]
+
+
+# ---- which loads go along with a step -----------------------------------------------------------------------------
+
+
+def modes(orders: StepOrders) -> dict[str, str]:
+    return {load.job.request_id: load.mode for load in orders.loads}
+
+
+def test_requests_of_an_idle_engine_load_in_the_step_that_needs_them(space: Space) -> None:
+    fill(space, 32)
+    engine = Engine(space, "auto")
+    cold, a, b = engine.add("cold", 32, first=2000), engine.add("a", 64), engine.add("b", 48)
+    engine.start(cold)
+    engine.load(a)
+    engine.load(b)
+    orders = engine.step((cold, 32), (a, 32), (b, 16))
+    assert modes(orders) == {"a": "layerwise", "b": "layerwise"}
+    assert {name for name, _, _ in spans(orders.during)} == {"cold"}
+
+
+def test_requests_that_load_much_do_not_wait_for_each_other(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one step, all of them would wait for the last."""
+    monkeypatch.setattr("headwater.connector.scheduler.MAX_SHARED_BYTES", space.spec.extent_bytes(1) * 64)
+    fill(space, 48)
+    engine = Engine(space, "auto")
+    requests = [engine.add(name, 64) for name in "abc"]
+    for request in requests:
+        engine.load(request)
+    a, b, _ = requests
+    assert modes(engine.step((a, 16), (b, 16))) == {"a": "layerwise", "b": "layerwise", "c": "async"}
+
+
+@pytest.mark.parametrize("how", ["prefills", "decodes", "was taken back"])
+def test_nobody_waits_for_the_load_of_another(space: Space, how: str) -> None:
+    fill(space, 32)
+    engine = Engine(space, "auto")
+    first, second = engine.add("first", 64), engine.add("second", 64)
+    engine.load(first)
+    engine.step((first, 16 if how == "prefills" else 32))
+    num_chunks = 1 if how == "was taken back" else 2
+    engine.side.hear(StepReport(ended={"first": (num_chunks,)}), first.blocks[4:8] if num_chunks == 1 else ())
+    if how == "was taken back":
+        first.num_computed = 16
+    assert engine.side.match("second", 0) == (32, "async")
+    engine.load(second)
+    assert modes(engine.step((first, 1))) == {"second": "async"}
+
+
+@pytest.mark.parametrize("how", ["finished", "preempted"])
+def test_an_engine_is_idle_again_when_its_requests_are_gone(space: Space, how: str) -> None:
+    fill(space, 32)
+    engine = Engine(space, "auto")
+    first = engine.add("first", 40, first=3000)
+    engine.start(first)
+    engine.step((first, 40))
+    engine.add("second", 64)
+    assert engine.side.match("second", 0) == (32, "async"), "decided each time that the engine asks"
+    if how == "finished":
+        engine.side.finish("first", 40, first.blocks)
+    else:
+        engine.side.preempted("first")
+    assert engine.side.match("second", 0) == (32, "layerwise")
+
+
+def test_a_load_outside_the_batch_holds_up_no_step(space: Space) -> None:
+    """Loads go one after the other: one that goes along with a step would wait for it."""
+    chunks = fill(space, 32)
+    far = fetching(space, FakeFetch(num_kept=1, is_done=True), None, None, None)
+    engine = Engine(far, "auto")
+    a = engine.add("a", 64)
+    engine.load(a)
+    assert modes(engine.step()) == {"a": "async"}, "its second chunk is not near"
+    fill(space, 32, first=5000)
+    engine.add("b", 64, first=5000)
+    assert engine.side.match("b", 0) == (32, "async")
+    engine.side.finish("a", 0, a.blocks)
+    assert engine.side.match("b", 0) == (32, "async"), "it has not ended"
+    engine.side.hear(StepReport(ended={"a": (len(chunks),)}))
+    assert engine.side.match("b", 0) == (32, "layerwise")
+
+
+def test_no_load_outside_the_batch_begins_behind_blocks_that_may_be_wrong(space: Space) -> None:
+    """The engine has them from a load in its last step. A request that computed nothing could not be taken back."""
+    fill(space, 48)
+    engine = Engine(space, "auto")
+    a = engine.add("a", 64)
+    engine.load(a)
+    engine.step((a, 16))
+    b = engine.add("b", 64, blocks=a.blocks[:4])
+    assert engine.side.match("b", 16) is None
+    assert engine.side.match("b", 0) == (48, "async"), "it would share nothing"
+    engine.side.hear(StepReport(ended={"a": (3,)}))
+    assert engine.load(b, 16) == 32
+    assert modes(engine.step((a, 1))) == {"b": "async"}
+
+
+def test_an_engine_that_cannot_take_steps_back_loads_outside_the_batch(space: Space) -> None:
+    fill(space, 32)
+    for mode in ("auto", "layerwise", "blocking"):
+        engine = Engine(space, mode)
+        engine.side.loads_in_step = False
+        engine.add("a", 64)
+        assert engine.side.match("a", 0) == (32, "async")
+
+
+# ---- loads whose end is heard after the next step was ordered -----------------------------------------------------
+
+
+def ahead(space: Space) -> tuple[Engine, Request, Request]:
+    """Two steps are ordered: `a` loads in the first, and `b` shares its blocks in both."""
+    fill(space, 32)
+    engine = Engine(space, "layerwise")
+    a = engine.add("a", 128)
+    b = engine.add("b", 128, blocks=a.blocks[:8])
+    b.tokens[48:] = range(900, 980)
+    engine.load(a)
+    engine.side.match("b", 32)
+    b.num_computed = 32
+    assert not engine.step((a, 32), (b, 32)).during
+    orders = engine.step((a, 32), (b, 32))
+    assert not orders.during, "whether the load was right is not known yet"
+    assert not orders.before
+    return engine, a, b
+
+
+def test_nothing_is_saved_until_the_load_that_it_builds_on_is_known_to_be_right(space: Space) -> None:
+    engine, a, b = ahead(space)
+    assert engine.side.match("a", 0) is None, "its load has not ended"
+    engine.side.hear(StepReport(ended={"a": (2,)}))
+    orders = engine.step((a, 32), (b, 32))
+    assert spans(orders.before) == [("a", 32, 48), ("a", 48, 64), ("a", 64, 80), ("a", 80, 96)] + [
+        ("b", first, first + 16) for first in range(32, 96, 16)
+    ]
+
+
+@pytest.mark.parametrize("num_chunks", [2, 1])
+@pytest.mark.parametrize("how", ["finished", "preempted"])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_request_that_ends_before_its_load_is_known_is_saved_if_that_was_right(
+    space: Space, name: str, how: str, num_chunks: int
+) -> None:
+    engine, a, b = ahead(space)
+    gone, stays = (a, b) if name == "a" else (b, a)
+    if how == "finished":
+        engine.side.finish(name, 96, gone.blocks)
+    else:
+        engine.side.preempted(name)
+    engine.side.hear(StepReport(ended={"a": (num_chunks,)}), a.blocks[4:8] if num_chunks == 1 else ())
+    stays.num_computed = 96 if num_chunks == 2 else 16
+    found = [span for span in spans(engine.step((stays, 16)).before) if span[0] == name]
+    is_saved = num_chunks == 2 and how == "finished"  # a request that is preempted computes it again
+    assert found == [(name, first, first + 16) for first in range(32, 96, 16) if is_saved]
+
+
+def test_a_request_that_ends_is_not_saved_when_others_may_have_its_blocks(space: Space) -> None:
+    engine, a, b = ahead(space)
+    engine.side.finish("a", 96, a.blocks)
+    engine.side.finish("b", 96, b.blocks)
+    assert not engine.step().before
+    engine.side.hear(StepReport(ended={"a": (2,)}))
+    assert not engine.step().before
+    assert not engine.side._tracked
+    assert not engine.side._uncertain
+
+
+def test_blocks_of_requests_that_are_gone_are_wrong_too_when_a_load_was(space: Space) -> None:
+    """The engine may share them: they are in its prefix cache."""
+    engine, a, b = ahead(space)
+    engine.side.finish("b", 96, b.blocks)
+    engine.side.preempted("a")
+    engine.side.hear(StepReport(ended={"a": (1,)}), a.blocks[4:8])
+    assert engine.side.wrong_blocks == {*a.blocks[4:], *b.blocks[4:]}
+
+
+def test_a_request_with_max_tokens_1_counts_as_loaded(space: Space) -> None:
+    """It is over before the engine says how its load ended."""
+    fill(space, 32)
+    engine = Engine(space, "auto")
+    a = engine.add("a", 64)
+    engine.load(a)
+    engine.step((a, 32))
+    engine.side.finish("a", 64, a.blocks)
+    engine.side.hear(StepReport(ended={"a": (2,)}))
+    assert engine.side.counts.stats().num_loaded_tokens == 32
+    orders = engine.step()
+    assert not orders.cancelled
+    assert spans(orders.before) == [("a", 32, 48), ("a", 48, 64)]
+
+
+def test_what_follows_an_uncertain_block_is_uncertain() -> None:
+    uncertain = Uncertain()
+    uncertain.begin("a", [3, 4])
+    uncertain.spread([[1, 2, 3, 4, 5], [9, 5, 6], [7, 1], [6, 8]])
+    assert all(uncertain.touches([block]) for block in (3, 4, 5, 6, 8))
+    assert not uncertain.touches([1, 2, 7, 9])
+    uncertain.begin("b", [20])
+    uncertain.end("a")
+    assert not uncertain.touches([3, 8])
+    assert uncertain.touches([20])
 
 
 def test_the_shortest_rank_decides(space: Space) -> None:

@@ -233,6 +233,21 @@ def test_kv_that_a_step_did_not_wait_for_counts_as_not_loaded(how: str) -> None:
         assert r.side.take_failed_blocks() == set(A)
 
 
+def test_an_engine_that_skips_hooks_loses_one_load_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    with rank() as r:
+        for number, name in enumerate("abc"):
+            chunks = r.chunks(number + 1)
+            r.fill(chunks)
+            orders = StepOrders(loads=(LoadOrder(r.job(name, chunks, A), mode="layerwise"),))
+            r.side.start_step(orders)
+            r.side.start_loads(orders)
+            for layer in range(1, SPEC.num_layers):  # the first says nothing
+                r.side.before_layer(layer)
+            r.side.end_step()
+            assert r.side.take_report() == StepReport(ended={name: (2 if number else 0,)})
+    assert caplog.text.count("do not announce all layers") == 1
+
+
 def test_a_step_without_hooks_waits_for_all_layers_before_it_computes() -> None:
     with rank() as r:
         chunks = r.chunks(1)

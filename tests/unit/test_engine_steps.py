@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.connector.config import ConnectorConfig
+from headwater.connector.config import LOAD_MODES, ConnectorConfig
 from headwater.connector.orders import StepOrders, StepReport
 from headwater.connector.stats import TransferStats
 from headwater.engine.batch import StepInput
@@ -168,7 +168,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "prefix_cache": draw(st.sampled_from(["radix", "naive"])),
         "overlap": draw(st.booleans()),
         "pool_seed": draw(st.none() | st.integers(0, 1000)),
-        "mode": draw(st.sampled_from(["async", "layerwise", "blocking"])),
+        "mode": draw(st.sampled_from(LOAD_MODES)),
         "chunk_tokens": draw(st.sampled_from([1, 2, 3, 8])),
         "num_ranks": draw(st.sampled_from([1, 2])),
     }
@@ -257,7 +257,7 @@ def test_an_abort_while_kv_is_on_its_way_keeps_the_pages_until_it_has_come() -> 
     check_nothing_left(engine, device)
 
 
-@pytest.mark.parametrize("mode", ["layerwise", "blocking"])
+@pytest.mark.parametrize("mode", ["auto", "layerwise", "blocking"])
 def test_a_step_whose_kv_did_not_verify_is_taken_back(mode: str) -> None:
     engine, device = make_engine(pool_seed=1, prefix_cache="radix", mode=mode)
     prompt = list(range(20))

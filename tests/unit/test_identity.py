@@ -11,11 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headwater.engine.identity import PRECISION_VARIABLES, engine_identity
 from headwater.errors import IdentityError
 from headwater.kv.identity import MAX_FIELD_CHARS, Identity, canonical_rope, canonical_settings, digest_scales
+from headwater.models.checkpoint import open_checkpoint
+
+from models_support import save_tiny
 
 WEIGHTS = "sha256:" + "0123456789abcdef" * 4
 SCALES = digest_scales([0.5, 2.0])
@@ -276,3 +281,34 @@ def test_str_is_for_people() -> None:
     text = str(identity(label="Llama", epoch=2))
     assert text.startswith("Llama (bfloat16, KV bfloat16, epoch 2) ")
     assert WEIGHTS in str(identity())
+
+
+@pytest.mark.parametrize("variable", PRECISION_VARIABLES)
+def test_float32_of_less_precision_has_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Some images let CUDA round products of float32 to TF32, and shared KV with servers that do not."""
+    for name in PRECISION_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    save_tiny(tmp_path, "llama")
+    checkpoint = open_checkpoint(tmp_path)
+
+    def digest(dtype: str = "float32") -> bytes:
+        return engine_identity(checkpoint, dtype, "auto").digest
+
+    plain, half = digest(), digest("bfloat16")
+    monkeypatch.setenv(variable, "0")
+    assert digest() == plain
+    monkeypatch.setenv(variable, "BF16" if "FPMATH" in variable else "1")
+    assert digest() != plain
+    assert digest("bfloat16") == half
+
+
+def test_a_setting_of_torch_that_takes_precision_has_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path, "llama")
+    checkpoint = open_checkpoint(tmp_path)
+    plain = engine_identity(checkpoint, "float32", "auto").digest
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert engine_identity(checkpoint, "float32", "auto").digest != plain

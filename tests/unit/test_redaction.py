@@ -170,6 +170,29 @@ def test_no_command_prints_a_secret(
     assert not leaks(caplog.text), caplog.text
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--api-key=", SECRET],
+        ["--api-key", "=", SECRET],
+        ["--api-key", "", SECRET],
+        ["--api-key", "x", "--port", "1", f"sk {SECRET}", "more"],
+        [f"--api-key{SECRET}"],
+        [f"--api_key{SECRET}"],
+        [f"--apikey:{SECRET}"],
+        [f"--apikey={SECRET}"],
+        [f"-api-key={SECRET}"],
+        [SECRET],
+    ],
+    ids=str,
+)
+def test_a_mistyped_api_key_is_not_shown(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["serve", *args]) == 2
+    said = capsys.readouterr()
+    assert not leaks(said.out + said.err)
+    assert "Error: " in said.err
+
+
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
 def test_a_server_that_does_not_answer_is_told_without_the_secret(
     scheme: str, caplog: pytest.LogCaptureFixture

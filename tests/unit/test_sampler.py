@@ -164,6 +164,55 @@ def test_penalties_are_what_they_say() -> None:
     assert torch.equal(logits, kept), "the logits of the model were changed"
 
 
+def penalised_anew(row: torch.Tensor, asked: Request) -> torch.Tensor:
+    """The definition: everything is counted again for each token."""
+    params, row = asked.params, row.clone()
+    for token in set(asked.tokens):
+        row[token] = (
+            row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+        )
+    said = asked.tokens[asked.num_prompt :]
+    for token in set(said):
+        row[token] -= params.presence_penalty + params.frequency_penalty * said.count(token)
+    return row
+
+
+@pytest.mark.parametrize("repetition", [1.0, 1.3])
+@pytest.mark.parametrize("presence", [0.0, 0.5])
+@pytest.mark.parametrize("frequency", [0.0, -0.25])
+def test_penalties_of_a_growing_answer_are_those_of_an_answer_counted_anew(
+    repetition: float, presence: float, frequency: float
+) -> None:
+    penalties = {"repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency}
+    asked = request(tokens=[3, 0, 3], temperature=0.0, **penalties)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(30):
+        logits = torch.randn(1, VOCAB, generator=generator)
+        token = int(run(logits, asked).token_ids)
+        assert token == int(penalised_anew(logits[0], asked).argmax())
+        asked.tokens.append(token)
+
+
+def test_a_penalty_looks_at_each_token_once() -> None:
+    class Watched(list[int]):
+        num_read = 0
+
+        def __getitem__(self, where: Any) -> Any:
+            found = super().__getitem__(where)
+            self.num_read += len(found) if isinstance(where, slice) else 1
+            return found
+
+        def __iter__(self) -> Any:
+            self.num_read += len(self)
+            return super().__iter__()
+
+    tokens = Watched([1, 2, 3] * 100)
+    asked = request(tokens=tokens, num_prompt=200, repetition_penalty=1.5, presence_penalty=0.5, temperature=0.0)
+    for _ in range(50):
+        tokens.append(int(run(torch.zeros(1, VOCAB), asked).token_ids))
+    assert tokens.num_read < 2 * len(tokens)
+
+
 def test_stop_tokens_are_banned_before_min_tokens() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 5], logits[0, 6], logits[0, 9] = 9.0, 8.0, 7.0

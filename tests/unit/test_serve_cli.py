@@ -147,6 +147,18 @@ def test_bad_options_are_errors_of_ours(
     assert served == []
 
 
+def test_a_server_that_is_refused_for_its_settings_has_made_no_pool(
+    served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headwater.serve import default_pool
+
+    monkeypatch.setattr(default_pool, "choose_pool", lambda **_: pytest.fail("it was about to make one"))
+    result = invoke("serve", "--ssl-keyfile", "nothing.pem")
+    assert isinstance(result.exception, EngineConfigError)
+    assert "--ssl-certfile" in str(result.exception)
+    assert not served
+
+
 def test_a_missing_package_is_named_with_its_remedy() -> None:
     with (
         pytest.raises(EngineError, match=r"package torch is not installed; pip install '/path/to/headwater\[serve\]'"),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -146,6 +147,49 @@ def test_a_large_request_keeps_the_event_loop_free_whichever_field_is_large(
     with_rig(test)
     here = threading.get_ident()
     assert [thread == here for thread in parsed_in] == [True, False]
+
+
+class Text(str):
+    """A text of which can be told whether anybody still has it."""
+
+    __slots__ = ("__weakref__",)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_text_of_a_prompt_is_gone_when_its_room_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    texts: list[weakref.ref[Text]] = []
+    parse = parse_completion
+
+    def noting(*args: Any) -> Call:
+        call = parse(*args)
+        prompts = [Text(prompt) for prompt in call.prompts]
+        texts.extend(map(weakref.ref, prompts))
+        return replace(call, prompts=[*prompts])
+
+    monkeypatch.setattr(app_module, "parse_completion", noting)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def test(rig: Rig) -> None:
+        for size in (10, LARGE_BODY_BYTES + 1):
+            number = len(rig.wire.submitted())
+            fields = {"prompt": ["y" * size, "z"], "max_tokens": 9, "stream": stream}
+            posting = asyncio.create_task(rig.post(fields, send))
+            async with asyncio.timeout(10):
+                while len(rig.wire.submitted()) < number + 2 or any(text() is not None for text in texts):
+                    await asyncio.sleep(0.005)
+            assert not posting.done()
+            for choice in range(2):
+                await rig.wire.end(str(number + choice))
+            await posting
+        assert len(texts) == 4
+        assert b"".join(message.get("body", b"") for message in sent).count(b'"index":1') == 2
+
+    with_rig(test)
 
 
 def test_tokenising_a_large_request_is_done_in_a_thread() -> None:

@@ -44,6 +44,15 @@ def test_the_page_has_exactly_what_is_declared_and_documented() -> None:
         assert (families[name].type, families[name].documentation) == (metric.kind, metric.help)
 
 
+@pytest.mark.parametrize("version", ["a", "1.x", "\xb2", "", "0.0.1", "99.0.0", "1.0.0, x"])
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+def test_no_accept_breaks_the_page_or_gets_into_the_answer(kind: str, version: str) -> None:
+    page, content_type = ServerMetrics(Stats, FACTS).render(f"{kind};version={version};escaping=x")
+    assert page
+    assert content_type.split(";")[0] == kind
+    assert "version=0.0.4" in content_type or "version=1.0.0" in content_type
+
+
 def test_both_formats_can_be_read_and_say_the_same() -> None:
     metrics = ServerMetrics(lambda: Stats(num_pages=3, pool=snapshot(TRANSFER, STORE)), FACTS)
     metrics.http_requests.labels("/health", "200").inc()

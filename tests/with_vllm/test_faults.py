@@ -31,7 +31,7 @@ def files_of(pool_url: str) -> Path:
     return Path("/dev/shm") / pool_url.removeprefix("shm:///").partition("?")[0]
 
 
-@pytest.mark.parametrize("load_mode", ["async", "layerwise", "blocking"])
+@pytest.mark.parametrize("load_mode", ["auto", "async", "layerwise", "blocking"])
 def test_damage_in_every_load_mode(
     load_mode: str, qwen3: Path, pool_url: str, log_file: Path, said: list[list[int]]
 ) -> None:

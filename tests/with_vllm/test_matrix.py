@@ -68,7 +68,7 @@ def said(qwen3: Path, log_file: Path) -> list[list[int]]:
         return [plain.ask("generate", prompts=[prompt], max_tokens=NUM_NEW)["tokens"][0] for prompt in MANY]
 
 
-@pytest.mark.parametrize("load_mode", ["async", "layerwise", "blocking"])
+@pytest.mark.parametrize("load_mode", ["auto", "async", "layerwise", "blocking"])
 def test_sixteen_at_once(load_mode: str, qwen3: Path, pool_url: str, log_file: Path, said: list[list[int]]) -> None:
     """Computed in parts of 256 tokens, with prefixes in common, and then loaded, all at once."""
     epoch = 1 + len(load_mode)

@@ -25,7 +25,7 @@ from headwater.integrations.vllm.options import read_options
 def test_what_nothing_is_said_of_has_its_default() -> None:
     options = read_options({}, "kv_both")
     assert options.connector.pool == "shm:///headwater"
-    assert options.connector.load_mode == "async"
+    assert options.connector.load_mode == "auto"
     assert options.connector.saves
     assert options.connector.loads
     assert options.load_failure_policy == "recompute"

@@ -12,16 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 from test_hosts import Host
+from test_scheduling import make_request, make_step
 from vllm import EngineArgs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from headwater.bench.vllm_engine import SRC, EngineProcess
 from headwater.connector.orders import Job, SaveOrder, StepOrders
+from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.messages import WorkerMetadata
-from headwater.integrations.vllm.reloads import Freshness, watch_reloads
+from headwater.integrations.vllm.reloads import KEEP_WEIGHTS, Freshness, watch_reloads
 
 from vllm_models import hit_tokens, random_tokens, settings_of, wait_for_hits
 
@@ -41,6 +45,17 @@ def attempt(change: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         change(*args, **kwargs)
 
 
+def call(method: Any, *args: Any, **kwargs: Any) -> None:
+    """A remote call, as vLLM's executor in one process makes it."""
+    attempt(uniproc_executor.run_method, object.__new__(Worker), method, args, kwargs)
+
+
+def call_process(method: Any, *args: Any, **kwargs: Any) -> None:
+    """A remote call, as a worker process receives it."""
+    process = object.__new__(multiproc_executor.WorkerProc)
+    attempt(process._execute_worker_rpc, (method, args, kwargs, None))
+
+
 CHANGES: dict[str, Callable[[], None]] = {
     "a reload": lambda: attempt(Worker.reload_weights, object.__new__(Worker), weights_path="other"),
     "a reload by the runner": lambda: attempt(GPUModelRunner.reload_weights, object.__new__(GPUModelRunner)),
@@ -48,6 +63,16 @@ CHANGES: dict[str, Callable[[], None]] = {
     "an update": lambda: attempt(Worker.update_weights, object.__new__(Worker), {}),
     "deep sleep": lambda: attempt(Worker.sleep, object.__new__(Worker), level=2),
     "deep sleep, by position": lambda: attempt(Worker.sleep, object.__new__(Worker), 2),
+    "weights are set to zero": lambda: attempt(Worker.reset_weights, object.__new__(Worker)),
+    "weights are set to zero, by a call": lambda: call("reset_weights"),
+    "weights are set to zero, by a call of a process": lambda: call_process("reset_weights"),
+    "a function that is sent": lambda: call(lambda worker: None),
+    "a function that is sent to a process": lambda: call_process(b"pickled"),
+    "a function for the model": lambda: call("apply_model", lambda model: None),
+    "another config": lambda: call("update_config", {"load_config": {"load_format": "dummy"}}),
+    "a method that nobody knows": lambda: call_process("merge_something"),
+    "deep sleep, by a call": lambda: call("sleep", level=2),
+    "weights are thrown away": lambda: call_process("discard", ("weights",)),
     "an extension that loads": lambda: attempt(Model().load_weights, ["w"]),
 }
 
@@ -60,7 +85,11 @@ def test_after_a_change_of_weights_an_epoch_is_over(change: str) -> None:
     orders = StepOrders(epoch=0, before=(SAVE,), during=(SAVE,))
     assert freshness.admit(orders) == orders
     attempt(Worker.sleep, object.__new__(Worker), level=1)
-    assert freshness.admit(orders) == orders, "light sleep keeps the weights"
+    for harmless in ("execute_model", "check_health", "compile_or_warm_up_model", "add_lora", "sleep", "wake_up"):
+        call(harmless)
+        call_process(harmless)
+    call("discard", ("kv_cache",))
+    assert freshness.admit(orders) == orders, "these keep the weights"
     CHANGES[change]()
     for _ in range(2):
         assert freshness.admit(orders) == StepOrders(epoch=0)
@@ -81,6 +110,17 @@ def test_an_epoch_that_began_after_the_last_step_of_the_old_weights_is_fresh() -
     CHANGES["a reload"]()
     new = StepOrders(epoch=7, during=(SAVE,))
     assert freshness.admit(new) == new
+
+
+def test_calls_that_keep_weights_are_vllms_own() -> None:
+    """A name that vLLM does not have is a slip of the pen."""
+    assert [name for name in sorted(KEEP_WEIGHTS) if not hasattr(Worker, name)] == []
+
+
+def test_a_vllm_that_executes_calls_elsewhere_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(multiproc_executor.WorkerProc, "_execute_worker_rpc")
+    with pytest.raises(DeclinedError, match="not known when it changes weights"):
+        watch_reloads(Model)
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +154,40 @@ def test_the_scheduler_side_hears_of_it_and_stops_asking(
     CHANGES["a reload"]()
     assert not step()
     assert not step()
+    scheduler.bind_gpu_block_pool(BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=128))
     assert scheduler.reset_cache()
     assert step()
     assert step()
+
+
+def test_an_epoch_that_begins_while_blocks_are_in_use_has_no_pool(
+    config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM calls the connector although it could not reset its own cache: a request that comes then shares blocks of
+    the old weights, which were once saved as those of the new ones."""
+    host = Host(tmp_path / "here", monkeypatch)
+    scheduler = host.connector(config, KVConnectorRole.SCHEDULER)
+    blocks = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=128)
+    scheduler.bind_gpu_block_pool(blocks)
+
+    def saves(name: str) -> bool:
+        """Whether anything of a new request is saved."""
+        steps, request = scheduler._steps, make_request(name, 600)
+        assert steps is not None
+        steps.add(request)
+        orders = steps.order(make_step(new=[(request, [*range(1, 6)])], scheduled={name: 600}))
+        return bool(orders.before or orders.during)
+
+    assert saves("a")
+    used = blocks.get_new_blocks(2)
+    assert not blocks.reset_prefix_cache()
+    assert scheduler.reset_cache() is False
+    assert not saves("b")
+    blocks.free_blocks(used)
+    assert not saves("c"), "the blocks of the old weights are still cached"
+    assert blocks.reset_prefix_cache()
+    assert scheduler.reset_cache() is True
+    assert saves("d")
 
 
 class Output:

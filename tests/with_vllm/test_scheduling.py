@@ -14,18 +14,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.config import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.orders import SaveOrder, StepOrders, StepReport
 from headwater.connector.scheduler import SchedulerSide
+from headwater.connector.tracker import Inputs
 from headwater.errors import TokenError
 from headwater.integrations.vllm.connector import HeadwaterConnector
-from headwater.integrations.vllm.messages import WorkerMetadata
+from headwater.integrations.vllm.declined import LOGGER
+from headwater.integrations.vllm.messages import StepMetadata, WorkerMetadata
 from headwater.integrations.vllm.options import read_options, settle_load_mode
 from headwater.integrations.vllm.reloads import Freshness
 from headwater.integrations.vllm.steps import IDLE_WAIT_S, NULL_BLOCK, Steps
+from headwater.integrations.vllm.takeback import Takeback, why_outside
 from headwater.kv.hashing import ChunkKeys, ChunkRef
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import open_pool
@@ -342,6 +348,48 @@ def test_images_that_are_only_counted_make_a_request_private(space: Space) -> No
     assert not saved(side.order(make_step(new=[(request, [*range(1, 20)])], scheduled={"a": 300})))
 
 
+def test_local_hits_of_prompt_embeddings_are_not_saved(space: Space) -> None:
+    """vLLM's own cache does not know which embeddings stand for tokens: once it gave one request the KV of another,
+    and this was saved under the second one's name."""
+    side = make_side(space)
+    first, second, third = (make_request(name, 600) for name in "abc")
+    for request, mask in ((first, [True] * 600), (second, None), (third, None)):
+        request.prompt_embeds, request.prompt_is_token_ids = torch.ones(600, 2), mask
+        side.add(request)
+    blocks = [*range(1, 39)]
+    assert match(side, first) == 0
+    assert saved(side.order(make_step(new=[(first, blocks)], scheduled={"a": 600})))
+    assert match(side, second, 512) == 0
+    second.num_computed_tokens = 512
+    assert not saved(side.order(make_step(new=[(second, [*blocks[:32], *range(50, 56)])], scheduled={"b": 88})))
+    assert match(side, third) == 0
+    assert saved(side.order(make_step(new=[(third, [*range(100, 138)])], scheduled={"c": 600})))
+
+
+def test_local_hits_of_a_name_that_two_adapters_had_are_not_saved(
+    space: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own cache knows an adapter by the name that it was given, also after another one got that name."""
+    side = make_side(space)
+    monkeypatch.setattr(side, "_inputs", lambda request: Inputs(adapter=request.request_id[:1].encode() * 32))
+
+    def saves(name: str, lora: str, num_local: int) -> bool:
+        request = make_request(name, 600)
+        request.lora_request = SimpleNamespace(lora_name=lora)  # type: ignore[assignment]
+        assert match(side, request, num_local) == 0
+        request.num_computed_tokens = num_local
+        first = 1000 * int(name[1:])
+        step = make_step(new=[(request, [*range(first, first + 38)])], scheduled={name: 600 - num_local})
+        return bool(saved(side.order(step)))
+
+    assert saves("a1", "summaries", 0)
+    assert saves("a2", "summaries", 512)
+    assert not saves("b3", "summaries", 512)
+    assert not saves("a4", "summaries", 512)
+    assert saves("b5", "summaries", 0)
+    assert saves("b6", "translations", 512)
+
+
 def test_a_new_epoch_takes_back_what_was_not_ordered_yet(space: Space) -> None:
     side, request = make_side(space), make_request("a", 300)
     side.add(request)
@@ -353,10 +401,36 @@ def test_a_new_epoch_takes_back_what_was_not_ordered_yet(space: Space) -> None:
     assert not saved(side.order(make_step()))
 
 
-def test_loads_that_go_along_with_a_step_need_steps_one_by_one() -> None:
-    options = read_options({"load_mode": "layerwise"}, "kv_both")
-    assert settle_load_mode(options, 1).connector.load_mode == "layerwise"
-    assert settle_load_mode(options, 2).connector.load_mode == "async"
+@pytest.mark.parametrize("mode", ["auto", "layerwise", "blocking"])
+def test_loads_go_along_with_steps_only_where_these_can_be_taken_back(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = read_options({"load_mode": mode}, "kv_both")
+    assert settle_load_mode(options, "") == options
+    with caplog.at_level("INFO", LOGGER):
+        assert settle_load_mode(options, "it has pipeline stages").connector.load_mode == "async"
+    assert f"async instead of {mode} in this vLLM: it has pipeline stages" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "num_batches", "wanted"),
+    [
+        (1, 1, 1, {"auto": "", "layerwise": ""}),
+        (1, 1, 2, {"auto": "", "layerwise": ""}),
+        (2, 1, 2, {"auto": "pipeline stages", "layerwise": "pipeline stages"}),
+        (1, 1, 3, {"auto": "3 steps ahead", "layerwise": "3 steps ahead"}),
+        (1, 4, 2, {"auto": "data-parallel ranks", "layerwise": ""}),
+    ],
+)
+def test_when_requests_always_wait_outside_the_batch(
+    stages: int, replicas: int, num_batches: int, wanted: dict[str, str]
+) -> None:
+    parallel = SimpleNamespace(pipeline_parallel_size=stages, data_parallel_size=replicas)
+    config = SimpleNamespace(parallel_config=parallel, max_concurrent_batches=num_batches)
+    for mode, reason in wanted.items():
+        said = why_outside(config, mode)
+        assert reason in said
+        assert bool(reason) == bool(said)
 
 
 # ---- in the step that computes ------------------------------------------------------------------------------------
@@ -499,6 +573,7 @@ class Recorder:
 def make_connector(worker: Any, *, saves_layers: bool = True) -> Any:
     connector = HeadwaterConnector.__new__(HeadwaterConnector)
     vars(connector).update(_worker=worker, _saves_layers=saves_layers, _layers={}, step_seconds=0.0)
+    vars(connector).update(_takeback=None, _steps=None)
     vars(connector).update(_member=None, _has_told_home=False, _epoch=0, _stale_epoch=None, _freshness=Freshness(0))
     return connector
 
@@ -516,6 +591,95 @@ def test_layers_are_announced_by_their_number() -> None:
         ("after_layer", 11),
         ("end_step",),
     ]
+
+
+METADATA = {"model.layers.0.self_attn.attn": object()}
+
+
+@pytest.mark.parametrize(
+    ("context", "saves_layers", "waits_at_once"),
+    [
+        (SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.NONE, attn_metadata=METADATA), True, False),
+        (SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, attn_metadata=METADATA), True, False),
+        (SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.FULL, attn_metadata=METADATA), True, True),
+        (SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.NONE, attn_metadata=None), True, True),
+        (SimpleNamespace(attn_metadata=METADATA), True, True),
+        (SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.NONE, attn_metadata=METADATA), False, True),
+    ],
+    ids=["eager", "pieces", "one graph", "one graph of the second runner", "unknown", "micro-batches"],
+)
+def test_a_step_without_hooks_waits_for_its_loads_before_it_computes(
+    context: Any, saves_layers: bool, waits_at_once: bool
+) -> None:
+    for has_loads in (True, False):
+        connector = make_connector(worker := Recorder(), saves_layers=saves_layers)
+        worker.needs_layers = has_loads
+        connector._connector_metadata = StepMetadata(StepOrders())
+        connector.start_load_kv(context)
+        calls = [name for name, *_ in worker.calls]
+        assert calls == ["start_loads", *(["wait_layers"] if waits_at_once and has_loads else [])]
+
+
+def test_loads_of_a_step_have_ended_when_vllm_asks_for_them() -> None:
+    """With speculative decoding it asks before it says that the step is over."""
+    connector = make_connector(worker := Recorder())
+    worker.take_finished = set
+    connector.get_transfer_results(set())
+    assert worker.calls == [("end_loads",)]
+
+
+@pytest.mark.parametrize(
+    "lacks", ["", "nothing made it", "evict_blocks", "drop_stale_output", "num_stale_output_tokens"]
+)
+def test_a_vllm_that_schedules_ahead_and_cannot_take_steps_back_loads_outside_the_batch(
+    lacks: str, space: Space, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Manager:
+        def get_block_ids(self, request_id: str) -> tuple[list[int]]:
+            return ([],)
+
+        def evict_blocks(self, block_ids: set[int]) -> None:
+            pass
+
+    class Scheduler:
+        def __init__(self) -> None:
+            self.running, self.requests, self.prev_step_scheduled_req_ids = [], {}, set()
+            self.kv_cache_manager = Manager()
+
+        def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+            pass
+
+    scheduler = Scheduler()
+    if lacks == "evict_blocks":
+        monkeypatch.delattr(Manager, lacks)
+    elif lacks == "drop_stale_output":
+        monkeypatch.setattr(Scheduler, "_preempt_request", lambda self, request, timestamp: None)
+    elif lacks == "num_stale_output_tokens":
+        monkeypatch.setattr(Request, "__init__", lambda self: None)
+    connector = make_connector(None)
+    connector._steps, connector._options = make_side(space, "auto"), read_options({}, "kv_both")
+    connector._steps.side.loads_in_step = False
+    connector._takeback = None if lacks == "nothing made it" else Takeback(scheduler)
+    with caplog.at_level("INFO", LOGGER):
+        connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
+    assert connector._steps.side.loads_in_step == (not lacks)
+    assert ("async instead of auto" in caplog.text) == bool(lacks)
+
+
+def test_wrong_blocks_are_taken_back_although_the_pool_is_off(space: Space) -> None:
+    """A worker that fails in the middle of a step gives its reason, and the blocks that it did not fill."""
+    taken = list[set[int]]()
+    connector = make_connector(None)
+    connector._steps = make_side(space, "auto")
+    connector._takeback = SimpleNamespace(take_back=taken.append, drop_output=taken.append)
+    told = KVConnectorOutput(
+        invalid_block_ids={3, 4}, kv_connector_worker_meta=WorkerMetadata(StepReport(declined="it is broken"))
+    )
+    connector.update_connector_output(told)
+    assert connector._steps is None
+    connector.update_connector_output(told)
+    connector.build_connector_meta(make_step(preempted=["a"]))
+    assert taken == [{3, 4}, {3, 4}, ["a"]]
 
 
 def test_layers_that_run_twice_in_a_step_are_saved_at_its_end() -> None:

@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_identity import changed, config_of
+from vllm.config import KVTransferConfig
 
 from headwater.engine.identity import engine_identity
+from headwater.integrations.vllm import before
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.identity import server_identity
 from headwater.integrations.vllm.options import read_options
+from headwater.integrations.vllm.settings import _mistral_files, check_running_code
 from headwater.integrations.vllm.variables import HARMLESS_VARIABLES
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.config_keys import HARMLESS
@@ -137,6 +143,8 @@ def test_options_that_change_numbers_are_part_of_the_name(
         ("VLLM_ROCM_USE_AITER_FP8BMM", "0"),
         ("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic"),
         ("NVIDIA_TF32_OVERRIDE", "1"),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1"),
+        ("DNNL_DEFAULT_FPMATH_MODE", "BF16"),
     ],
 )
 def test_variables_count_unless_they_are_known_to_change_nothing(
@@ -235,6 +243,90 @@ def test_remote_code_counts_or_is_declined(moe: Path, tmp_path: Path) -> None:
     config.model_config.hf_config.auto_map = {"AutoModel": "someone/else--modeling.Model"}
     with pytest.raises(DeclinedError, match="another repository"):
         name(config)
+
+
+@pytest.mark.parametrize("where", ["model", "elsewhere"])
+def test_a_config_that_names_others_is_declined(moe: Path, tmp_path: Path, where: str) -> None:
+    """transformers reads another file in its place, which did not count."""
+    path = changed(moe, tmp_path / "model", configuration_files=["config.4.0.0.json"])
+    shutil.copy(moe / "config.json", path / "config.4.0.0.json")
+    config = engine(path) if where == "model" else engine(moe, hf_config_path=str(path))
+    with pytest.raises(DeclinedError, match="configuration_files"):
+        name(config)
+
+
+def test_weights_that_decide_which_config_is_read_count(moe: Path, tmp_path: Path) -> None:
+    """vLLM reads params.json in place of config.json where weights of Mistral's format lie, loaded or not."""
+    path = changed(moe, tmp_path / "model")
+    config = engine(path)
+    plain = name(config)
+    (path / "params.json").write_text("{}")
+    with_params = name(config)
+    (path / "consolidated.safetensors").write_bytes(b"not loaded")
+    assert len({plain, with_params, name(config)}) == 3
+    config.model_config.model = "acme/of-the-hub"
+    with pytest.raises(DeclinedError, match="--config-format"):
+        _mistral_files(config.model_config, path)
+
+
+def test_the_config_that_vllm_holds_counts_wherever_it_was_read(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = KVTransferConfig(
+        kv_connector="HeadwaterConnector", kv_connector_module_path="headwater.integrations.vllm", kv_role="kv_both"
+    )
+    find = before._config_in_the_making
+
+    def make(**held: Any) -> Any:
+        """vLLM's configuration, with a model's config that holds something else than the files."""
+
+        def find_and_change() -> Any:
+            if (config := find()) is not None:
+                config.model_config.hf_config.update(held)
+            return config
+
+        monkeypatch.setattr(before, "_config_in_the_making", find_and_change)
+        monkeypatch.setattr(before, "_is_young", lambda state, config: False)
+        config = engine(moe, kv_transfer_config=transfer)
+        assert before.noted(config) is not None
+        return config
+
+    plain = make()
+    assert name(make()) == name(plain) == name(make(initializer_range=0.5, _name_or_path="elsewhere"))
+    assert name(make(rms_norm_eps=0.5)) != name(plain)
+    expected = name(plain)
+    plain.model_config.hf_config.update({"rms_norm_eps": 0.5})  # as workers do while they build some models
+    assert name(pickle.loads(pickle.dumps(plain))) == expected
+
+
+def test_code_of_another_revision_is_declined(moe: Path, tmp_path: Path) -> None:
+    path = changed(moe, tmp_path / "model", auto_map={"AutoConfig": "code.Config"})
+    (path / "code.py").write_text(
+        "from transformers import Qwen3MoeConfig\n\n\nclass Config(Qwen3MoeConfig):\n    pass\n"
+    )
+    config = engine(path, trust_remote_code=True)
+    name(config)
+    config.model_config.code_revision = "0123456789abcdef"
+    with pytest.raises(DeclinedError, match="code_revision"):
+        name(config)
+
+
+def test_copies_of_code_that_differ_from_the_named_files_are_declined(
+    moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers runs the copies, and does not compare those of a commit again."""
+    path = changed(moe, tmp_path / "model", auto_map={"AutoConfig": "code.Config"})
+    (path / "code.py").write_text(
+        "from transformers import Qwen3MoeConfig\n\n\nclass Config(Qwen3MoeConfig):\n    pass\n"
+    )
+    config = engine(path, trust_remote_code=True)
+    for imported in [found for found in sys.modules if found.startswith("transformers_modules.")]:
+        monkeypatch.delitem(sys.modules, imported)
+    copy = tmp_path / "copy.py"
+    shutil.copy(path / "code.py", copy)
+    monkeypatch.setitem(sys.modules, "transformers_modules.x.code", SimpleNamespace(__file__=str(copy)))
+    check_running_code(config.model_config)
+    copy.write_text("changed = True\n")
+    with pytest.raises(DeclinedError, match=r"copy\.py.* runs"):
+        check_running_code(config.model_config)
 
 
 def test_code_in_packages_counts(moe: Path, tmp_path: Path) -> None:

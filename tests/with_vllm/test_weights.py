@@ -144,10 +144,16 @@ def test_weights_of_an_object_store_are_declined(model: Path) -> None:
 
 def test_models_that_load_from_further_places_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor import model_loader
+    from vllm.model_executor.models.adapters import as_embedding_model
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
+    from vllm.model_executor.models.jina import JinaEmbeddingsV5Model
+    from vllm.model_executor.models.laguna_dflash import DFlashLagunaForCausalLM
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.model_executor.models.roberta import BgeM3EmbeddingModel
 
-    for model_class, is_declined in ((LlamaForCausalLM, False), (BgeM3EmbeddingModel, True)):
+    plain = (LlamaForCausalLM, DeepseekV3ForCausalLM, as_embedding_model(LlamaForCausalLM))
+    further = (BgeM3EmbeddingModel, JinaEmbeddingsV5Model, DFlashLagunaForCausalLM)
+    for model_class, is_declined in (*((found, False) for found in plain), *((found, True) for found in further)):
         monkeypatch.setattr(model_loader, "get_model_cls", lambda config, chosen=model_class: chosen)
         if is_declined:
             with pytest.raises(DeclinedError, match="further places"):
@@ -309,24 +315,53 @@ def test_vllm_tells_us_before_it_loads(qwen3: Path, multi: bool) -> None:
     assert before.server_start_ns(config) <= time.time_ns()
 
 
+SCALING = {"llama_4_scaling": {"original_max_position_embeddings": 8, "beta": 1.0}}
+
+
+@pytest.mark.parametrize(("old", "new"), [({}, {"rms_norm_eps": 0.5}), ({}, SCALING), (SCALING, {})], ids=str)
 def test_a_config_that_is_replaced_after_vllm_has_read_it_and_before_it_tells_us(
-    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: dict[str, Any], new: dict[str, Any]
 ) -> None:
+    """A key that is taken out counts, too, if no class of transformers has a default for it."""
     model = shutil.copytree(qwen3, tmp_path / "model")
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(content | old))
     find = before._config_in_the_making
     transfer = KVTransferConfig(
         kv_connector="HeadwaterConnector", kv_connector_module_path="headwater.integrations.vllm", kv_role="kv_both"
     )
 
     def find_and_deploy() -> Any:
-        content = json.loads((model / "config.json").read_text()) | {"rms_norm_eps": 0.5}
-        (model / "config.json").write_text(json.dumps(content))
+        (model / "config.json").write_text(json.dumps(content | new))
         return find()
 
     monkeypatch.setattr(before, "_config_in_the_making", find_and_deploy)
     config = EngineArgs(model=str(model), dtype="float32", kv_transfer_config=transfer).create_engine_config()
     assert noted(config) is None
     with pytest.raises(DeclinedError, match="restart to use the pool"):
+        name_weights(config, OPTIONS)
+
+
+def test_a_config_that_is_replaced_between_the_look_at_it_and_the_note(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(qwen3, tmp_path / "model")
+    is_held = before._is_held
+    transfer = KVTransferConfig(
+        kv_connector="HeadwaterConnector", kv_connector_module_path="headwater.integrations.vllm", kv_role="kv_both"
+    )
+
+    def look_and_deploy(state: Any, held: Any) -> bool:
+        answer = is_held(state, held)
+        if state.name == "config.json":
+            content = json.loads((model / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+            (model / "new.json").write_text(json.dumps(content))
+            (model / "new.json").rename(model / "config.json")
+        return answer
+
+    monkeypatch.setattr(before, "_is_held", look_and_deploy)
+    config = EngineArgs(model=str(model), dtype="float32", kv_transfer_config=transfer).create_engine_config()
+    with pytest.raises(DeclinedError, match="restart"):
         name_weights(config, OPTIONS)
 
 
@@ -403,6 +438,39 @@ def test_a_file_that_is_made_in_a_moved_directory_does_not_hide_the_move(model: 
     deadline = time.monotonic() + 10
     while not made_later():
         assert time.monotonic() < deadline
+
+
+def test_a_file_that_is_made_in_a_moved_parent_does_not_hide_the_move(tmp_path: Path) -> None:
+    """A deployment swaps a directory further up, and leaves a file in it."""
+
+    def make(version: str) -> Path:
+        return write(tmp_path / version / "model", config_DOT_json=b"{}", model_DOT_safetensors=version.encode())
+
+    def last_ns() -> int:
+        return files.last_change(loaded_files(config_of(tmp_path / "current" / "model")).states())[1]
+
+    make("next")
+    make("current")
+    before_ns = last_ns()
+    time_ns = before_ns
+    deadline = time.monotonic() + 10
+    while time_ns <= before_ns:  # clocks of file systems tick coarsely
+        assert time.monotonic() < deadline
+        (tmp_path / "tick").unlink(missing_ok=True)
+        (tmp_path / "tick").touch()
+        time_ns = (tmp_path / "tick").stat().st_mtime_ns
+    (tmp_path / "current").rename(tmp_path / "previous")
+    (tmp_path / "next").rename(tmp_path / "current")
+    (tmp_path / "current" / "DEPLOYED").write_text("v2")
+    assert last_ns() > before_ns
+
+
+def test_files_beside_a_parent_do_not_make_a_model_younger(tmp_path: Path) -> None:
+    write(tmp_path / "models" / "one", config_DOT_json=b"{}", model_DOT_safetensors=b"one")
+    states = loaded_files(config_of(tmp_path / "models" / "one")).states()
+    before_ns = files.last_change(states)[1]
+    write(tmp_path / "models" / "two", config_DOT_json=b"{}", model_DOT_safetensors=b"two")
+    assert files.last_change(states)[1] == before_ns
 
 
 def test_the_start_of_a_process_is_known() -> None:

@@ -7,13 +7,14 @@ Nothing heavy is imported at the top: `--help` must be quick, and the demo's ran
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
 
 from headwater.errors import HeadwaterError
-from headwater.redaction import redact_words
+from headwater.redaction import HIDDEN, redact_words
 
 __all__ = ["main", "run"]
 
@@ -76,9 +77,18 @@ def _usage_exit(error: Exception, args: Sequence[str]) -> int | None:
     if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
         return None
     if type(error).__name__ != "NoArgsIsHelpError":  # that is the help of a group of commands, in columns
-        error.message = redact_words(getattr(error, "message", ""), args)  # type: ignore[attr-defined]
+        error.message = _without_key(redact_words(getattr(error, "message", ""), args), args)  # type: ignore[attr-defined]
     error.show()  # type: ignore[attr-defined]
     return int(error.exit_code)
+
+
+def _without_key(text: str, args: Sequence[str]) -> str:
+    """What is wrong with a command line, without what may be an API key: `serve` takes no arguments, so one that it
+    gets is probably the value of a mistyped option."""
+    text = re.sub(r"(--?api[-_]?key)[^\s=]+", rf"\1{HIDDEN}", text)
+    if args[:1] == ["serve"]:
+        text = re.sub(r"(unexpected extra argument\S*) \(.*\)", rf"\1 ({HIDDEN})", text, flags=re.DOTALL)
+    return text
 
 
 def _fail(error: Exception, text: str, args: Sequence[str]) -> int:

@@ -16,10 +16,13 @@ def convert(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
 ) -> None:
     """Write a GGUF model as a Hugging Face checkpoint: config, tokenizer and safetensors."""
+    from headwater.cli.engine_options import needs_extra
     from headwater.cli.output import plural, print_json, progress
     from headwater.models.catalog import find_in_catalog
-    from headwater.models.convert import convert_gguf
     from headwater.stores.url import format_size
+
+    with needs_extra():
+        from headwater.models.convert import convert_gguf
 
     source = find_in_catalog(gguf) or Path(gguf)
     with progress("converting") as advance:

@@ -53,7 +53,11 @@ OPTIONS: dict[str, _Row] = {
     "num_threads": _Row(int | None, "CPU threads of one rank; if not given, the cores divided by the ranks."),
     "pool": _Row(str | None, "Share KV with other servers through this pool, e.g. shm:///headwater.", "URL"),
     "pool_role": _Row(str, "Save KV, load it, or both.", _one_of(*ROLES)),
-    "pool_load": _Row(str, "How a request waits for its KV; async: outside the batch.", _one_of(*LOAD_MODES)),
+    "pool_load": _Row(
+        str,
+        "How a request waits for its KV; async: outside the batch; auto: in its step if no other waits.",
+        _one_of(*LOAD_MODES),
+    ),
     "pool_saves_decoded": _Row(bool, "Save what was generated, too."),
     "pool_group_bytes": _Row(int | None, "Layers move together until they have so many bytes; if not given, as suits."),
 }

@@ -96,9 +96,8 @@ def serve(
     with needs_extra():
         from headwater.serve.server import Hooks, run_server
 
-    chosen = _choose_pool(pool, no_pool, config)
     server = ServerConfig(
-        engine=replace(config, pool=chosen.url),
+        engine=config,
         host=host,
         port=port,
         served_model_name=served_model_name,
@@ -114,6 +113,9 @@ def serve(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
     )
+    # Only now: it makes the pool if there is none.
+    chosen = _choose_pool(pool, no_pool, config)
+    server = replace(server, engine=replace(config, pool=chosen.url))
     if insecure and api_key is None:
         typer.echo("warning: --insecure: everybody who can reach this address can use the model", err=True)
     if api_key is not None and ssl_certfile is None and not is_loopback(host):

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from headwater.errors import EngineConfigError
 
 ROLES = ("both", "producer", "consumer")
-LOAD_MODES = ("async", "layerwise", "blocking")
-"""How a request waits for its load: outside the batch; layer by layer, in the step that needs it; before that step."""
+AUTO = "auto"
+LOAD_MODES = (AUTO, "async", "layerwise", "blocking")
+"""How a request waits for its load: as suits; outside the batch; layer by layer, in the step that needs it; before that
+step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +27,11 @@ class ConnectorConfig:
     """Let a consumer load; off, it does not even look prompts up (for measuring)."""
     save_decoded: bool = True
     """Save what was generated, too, and not only prompts."""
-    load_mode: str = "async"
+    load_mode: str = AUTO
     """"async": a request waits outside the batch until its KV is there. "layerwise": it computes the rest of its prompt
-    at once, each layer as soon as its KV is there. "blocking": the whole engine waits for it. KV that is not in the
-    pool's first tier is loaded asynchronously in any case."""
+    at once, each layer as soon as its KV is there. "blocking": the whole engine waits for it. "auto": layerwise if
+    nobody else would wait for it, otherwise async. KV that is not in the pool's first tier is loaded asynchronously in
+    any case."""
     min_load_tokens: int = 32
     """Fewer tokens than this are computed faster than fetched."""
     load_deadline_s: float = 5.0

@@ -37,13 +37,14 @@ class Finder:
         self._asker = Asker(lookup_s)
         self.fetches = Fetches(config.load_deadline_s, on_fetched)
 
-    def find(self, tracked: Tracked, num_local: int) -> LoadPlan | None:
-        """What can be loaded beyond the `num_local` tokens that the engine has; None while it is being fetched.
+    def find(self, tracked: Tracked, num_local: int, mode: str) -> LoadPlan | None:
+        """What can be loaded beyond the `num_local` tokens that the engine has, in this mode if all of it is near; None
+        while it is being fetched.
 
         Cost: hashing what is new of the tokens, and a few microseconds a chunk; where the pool's index is not on this
         host, what `asker` allows at most. Asked again, it looks again, unless a fetch is under way.
         """
-        tracked.num_local = tracked.num_explained = num_local
+        tracked.num_local, tracked.num_explained = num_local, num_local if tracked.trusts_local else 0
         if not self._config.loads or tracked.inputs is None or not tracked.may_load:
             return NOTHING
         if tracked.is_queued and self.fetches.is_full:
@@ -55,7 +56,7 @@ class Finder:
             return None
         if tracked.ticket is not None and not tracked.ticket.is_over:
             return None
-        return self._plan(tracked, wanted)
+        return self._plan(tracked, wanted, mode)
 
     def _look_up(self, tracked: Tracked) -> Match:
         num_tokens = len(tracked.tokens)
@@ -86,8 +87,8 @@ class Finder:
         tracked.ticket = self.fetches.begin(tracked.space, wanted)
         return True
 
-    def _plan(self, tracked: Tracked, wanted: tuple[ChunkRef, ...]) -> LoadPlan:
-        ticket, mode = tracked.ticket, self._config.load_mode
+    def _plan(self, tracked: Tracked, wanted: tuple[ChunkRef, ...], mode: str) -> LoadPlan:
+        ticket = tracked.ticket
         if ticket is not None:
             num_kept = ticket.num_kept(wanted)
             if ticket.is_late:  # slower than computing it may take: go ahead with what there is

@@ -10,7 +10,7 @@ from headwater.connector.stats import Times, TransferStats
 class IdleWorker:
     """The null object of a worker side, with the reason why there is none."""
 
-    follows_layers = False
+    follows_layers = needs_layers = False
 
     def __init__(self, reason: str, arrivals: Arrivals) -> None:
         """`arrivals`: those of a worker side that was left, if there was one."""

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headwater.connector.config import LOAD_MODES
 from headwater.kv.hashing import ChunkRef
 
-ASYNC, LAYERWISE, BLOCKING = LOAD_MODES
+ASYNC, LAYERWISE, BLOCKING = ORDER_MODES = ("async", "layerwise", "blocking")
+"""How one load is waited for."""
 
 
 class JobGroup(NamedTuple):

@@ -13,16 +13,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headwater.connector.config import ConnectorConfig
+from headwater.connector.config import AUTO, ConnectorConfig
 from headwater.connector.events import Listener, NoListener
 from headwater.connector.finder import Finder, LoadPlan
-from headwater.connector.orders import ASYNC, Job, LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.orders import ASYNC, LAYERWISE, Job, LoadOrder, SaveOrder, StepOrders, StepReport
 from headwater.connector.spoiled import Spoiled
 from headwater.connector.stats import SchedulerCounts, TransferStats
 from headwater.connector.tracker import BlockIds, Inputs, LostChunks, SaveProgress, Scheduled, Tracked
+from headwater.connector.uncertain import Uncertain, followers
 from headwater.errors import HeadwaterError
 from headwater.pool.space import Space
 
+MAX_SHARED_BYTES = 16 << 30
+"""When so much is loaded in a step, no other request joins it: all of them wait for the last load, a third of a second
+here. Below that, one step for all is sooner over than a step for each that comes: they would be launched while the next
+loads need the host, too."""
 MAX_ENDED = 4096
 """Requests that are over, whose last saves may still be reported as dropped."""
 
@@ -32,6 +37,14 @@ class LoadEnd(NamedTuple):
 
     request_id: str
     num_tokens: int
+
+
+class _Held(NamedTuple):
+    """A request that is over and whose last save waits until the loads that it builds on are known to be right."""
+
+    tracked: Tracked
+    num_computed: int
+    block_ids: BlockIds
 
 
 class SchedulerSide:
@@ -61,6 +74,8 @@ class SchedulerSide:
         self._listener: Listener = listener or NoListener()
         self._log = log or logging.getLogger(__name__)
         self.counts = SchedulerCounts()
+        self.loads_in_step = True
+        """Whether a load may go along with the step that needs it, where the configuration allows that."""
         self._finder = Finder(space.lookup_s, config, self.counts.fetch_times.add)
         self._tracked: dict[str, Tracked] = {}
         self._before: list[SaveOrder] = []
@@ -71,6 +86,13 @@ class SchedulerSide:
         """Loads that have ended on some ranks."""
         self._former: dict[str, Tracked] = {}
         """By id that is used again: the former owner, whose load has not ended."""
+        self._foreign = Spoiled(block_size)
+        """Blocks whose KV nobody here can vouch for, and those that were computed from them: they are not saved."""
+        self._is_clean = True
+        """Whether the engine's own cache holds KV of this epoch alone."""
+        self._uncertain = Uncertain()
+        self._held: list[_Held] = []
+        """Requests that are over, since the last step was ordered."""
         self._spoiled = Spoiled(block_size)
         self._lost = LostChunks(self._log)
         self._last_saves: dict[str, tuple[SaveProgress, int]] = {}
@@ -85,8 +107,13 @@ class SchedulerSide:
         inputs: Inputs | None = Inputs(),  # noqa: B008
         *,
         label: str | None = None,
+        trusts_local: bool = True,
     ) -> None:
-        """A new request. Hashes its prompt. Without `inputs` it is served without the pool."""
+        """A new request. Hashes its prompt. Without `inputs` it is served without the pool.
+
+        `trusts_local`: whether KV of the engine's own cache that it gets is certain to be that of its inputs.
+        """
+        inputs = inputs if self._is_clean else None
         if (former := self._tracked.pop(request_id, None)) is not None:  # an id that is used again
             if former.load is None:
                 self._forget(former)
@@ -115,17 +142,36 @@ class SchedulerSide:
             saves,
             label=label,
             may_load=request_id not in self._former,
+            trusts_local=trusts_local,
         )
 
     def match(self, request_id: str, num_local: int) -> LoadPlan | None:
         """What can be loaded beyond the `num_local` tokens that the engine has itself. `num_tokens` 0: nothing that is
-        worth it. None: it is being fetched from a lower tier; ask again. Changes nothing that the engine sees."""
+        worth it. None: it is being fetched from a lower tier, or waits for the end of a load in a step; ask again.
+        Changes nothing that the engine sees."""
         tracked = self._tracked[request_id]
-        plan = self._finder.find(tracked, num_local)
+        if tracked.load is not None:
+            return None
+        plan = self._finder.find(tracked, num_local, self._mode(tracked))
         if plan is not None and tracked.match is not None:
             most = len(tracked.tokens) - 1
             self.counts.asked(request_id, most, min(tracked.match.num_tokens, most))
+        is_rash = plan is not None and plan.num_tokens and plan.mode == ASYNC and num_local and self._uncertain
+        if is_rash and self._config.load_mode == AUTO:
+            return None  # it would hold blocks, some of them perhaps wrong: one step later that is known
         return plan
+
+    def _mode(self, tracked: Tracked) -> str:
+        """How a request is to wait for KV that is near, as things stand: in the step that needs it if that stalls
+        nobody. Several requests may load in the same step, as long as they hardly wait for each other."""
+        mode = self._config.load_mode if self.loads_in_step else ASYNC
+        if mode != AUTO:
+            return mode
+        num_tokens = sum(chunk.num_tokens for load in self._loads for chunk in load.job.chunks)
+        if self._space.spec.extent_bytes(1) * num_tokens > MAX_SHARED_BYTES:
+            return ASYNC
+        others = (*self._tracked.values(), *self._former.values())
+        return ASYNC if any(other.is_busy for other in others if other is not tracked) else LAYERWISE
 
     def start_load(self, request_id: str, block_ids: BlockIds) -> None:
         """Order the load of what was matched last, into these blocks: the request's, from its first token on.
@@ -145,6 +191,8 @@ class SchedulerSide:
         tenant, adapter, _ = tracked.inputs
         job = Job.of(request_id, tracked.wanted, targets)
         tracked.load = LoadOrder(job, tracked.num_local, tenant, adapter, tracked.mode)
+        if tracked.mode != ASYNC:
+            self._uncertain.begin(request_id, block_ids[num_shared:])
         # Whether it is also in the tier that saves go to is no matter: until it has come, there is nothing to save.
         tracked.saves.num_saved = max(tracked.saves.num_saved, end)
         self._loads.append(tracked.load)
@@ -155,25 +203,41 @@ class SchedulerSide:
         if (tracked := self._tracked.get(request_id)) is None:
             return
         blocks = tracked.block_ids if block_ids is None else block_ids
-        self._save_last(tracked, tracked.num_computed if num_computed is None else num_computed, blocks)
+        if self.is_uncertain(blocks):
+            self._uncertain.leave(blocks)
+        else:
+            self._save_last(tracked, tracked.num_computed if num_computed is None else num_computed, blocks)
         tracked.block_ids, tracked.num_computed = (), 0
 
     def finish(self, request_id: str, num_computed: int, block_ids: BlockIds) -> None:
         """A request is over; its blocks are its own until the next step, or until its load has ended."""
         if (tracked := self._tracked.get(request_id)) is None or tracked.is_over:
             return
+        # What it has beyond that, somebody else loaded for a step that never came.
+        num_computed = min(num_computed, tracked.num_computed)
+        is_uncertain = self.is_uncertain(block_ids)
+        if is_uncertain:
+            self._uncertain.leave(block_ids)
+            self._held.append(_Held(tracked, num_computed, block_ids))
         if tracked.load is not None:
             tracked.is_over = True
-            self.counts.load_cancelled(request_id)
-            self._cancelled.append(request_id)
+            if tracked.load.mode == ASYNC:  # others have gone along with a step that was computed
+                self.counts.load_cancelled(request_id)
+                self._cancelled.append(request_id)
             return
-        self._save_last(tracked, num_computed, block_ids)
         del self._tracked[request_id]
-        self._forget(tracked)
+        if not is_uncertain:
+            self._save_last(tracked, num_computed, block_ids)
+            self._forget(tracked)
 
-    def start_epoch(self, space: Space) -> None:
-        """From now on KV of other weights is computed. What is under way is neither saved nor loaded any more."""
+    def start_epoch(self, space: Space, *, is_clean: bool = True) -> None:
+        """From now on KV of other weights is computed. What is under way is neither saved nor loaded any more.
+
+        Unless the engine's own cache `is_clean`, new requests may share old KV in it: until the next epoch they are
+        served without the pool.
+        """
         self._space = space
+        self._is_clean = is_clean
         self._before.clear()
         for tracked in self._tracked.values():
             tracked.may_save = tracked.may_load = False
@@ -185,16 +249,18 @@ class SchedulerSide:
         """What the workers are to do with the step in which these requests are computed."""
         self._step += 1
         during: list[SaveOrder] = []
-        uncertain = self._uncertain_blocks(scheduled)
+        self._drop_held()
+        if self._uncertain:
+            self._uncertain.spread([item.block_ids for item in scheduled])
         for item in scheduled:
             tracked = self._tracked[item.request_id]
             tracked.block_ids = item.block_ids
+            self._note_foreign(tracked, item)
             if self._spoiled and self._spoiled.touches(item.block_ids):
                 tracked.is_suspect = True
             if tracked.load is None:
                 self._finder.drop_fetch(tracked)  # it computes what it could have loaded
-                is_shared = bool(uncertain) and not uncertain.isdisjoint(item.block_ids)
-                if not is_shared and item.num_computed <= tracked.num_explained:
+                if not self.is_uncertain(item.block_ids) and item.num_computed <= tracked.num_explained:
                     during += self._save_step(tracked, item)
             tracked.is_fresh = False
             tracked.num_computed = tracked.num_explained = item.num_computed + item.num_scheduled
@@ -243,7 +309,21 @@ class SchedulerSide:
             if len(ranks) >= self._num_ranks:
                 del self._ended[request_id]
                 ends += self._end_load(request_id, min(ranks))
+        self._save_held()
         return ends
+
+    def is_uncertain(self, block_ids: BlockIds) -> bool:
+        """Whether one of these blocks depends on a load that goes along with a step and whose end is not known."""
+        return bool(self._uncertain) and self._uncertain.touches(block_ids)
+
+    def holds_uncertain(self, request_id: str) -> bool:
+        """Whether a request has such blocks. Unknown requests have none."""
+        return request_id in self._tracked and self.is_uncertain(self._tracked[request_id].block_ids)
+
+    @property
+    def wrong_blocks(self) -> set[int]:
+        """Blocks that do not hold what the engine takes them for."""
+        return self._spoiled.block_ids
 
     # ---- waiting ------------------------------------------------------------------------------------------------
     @property
@@ -265,16 +345,6 @@ class SchedulerSide:
         return self.counts.add_to(stats)
 
     # ---- saves --------------------------------------------------------------------------------------------------
-    def _uncertain_blocks(self, scheduled: Sequence[Scheduled]) -> set[int]:
-        """Blocks that hold, or will be computed from, KV that is loaded in this very step: whether it is right is not
-        known before the step has ended, and requests may share them at once."""
-        found = set[int]()
-        for item in scheduled:
-            load = self._tracked[item.request_id].load
-            if load is not None:
-                found.update(np.asarray(item.block_ids)[load.num_local // self._block_size :].tolist())
-        return found
-
     def _save_step(self, tracked: Tracked, item: Scheduled) -> list[SaveOrder]:
         """Order what was computed before this step, and return the order of what the step itself completes."""
         # Blocks that are new to the request may be another one's, which computes them in this very step.
@@ -292,6 +362,8 @@ class SchedulerSide:
         num_tokens = self._num_to_save(tracked, num_computed)
         if self._spoiled:
             num_tokens = self._spoiled.num_right(tracked.block_ids, num_tokens)
+        if self._foreign:
+            num_tokens = self._foreign.num_right(tracked.block_ids, num_tokens)
         tracked.saves.looked(num_tokens)
         limit = tracked.saves.limit(num_tokens, ends=ends)
         if limit <= tracked.saves.num_saved or tracked.inputs is None or not tracked.may_save or not self._config.saves:
@@ -319,6 +391,24 @@ class SchedulerSide:
         if not tracked.saves.is_given_up:
             self._before += self._save(tracked, num_computed, ends=True)
 
+    def _save_held(self) -> None:
+        """Order the last save of requests that are over, and of which all is known now: their blocks are still theirs,
+        since no step was ordered meanwhile."""
+        waiting, self._held = self._held, []
+        for held in waiting:
+            if held.tracked.load is None and not self.is_uncertain(held.block_ids):
+                self._save_last(*held)
+                self._forget(held.tracked)
+            else:
+                self._held.append(held)
+
+    def _drop_held(self) -> None:
+        """Others may have the blocks of requests that are over from now on: too late for their last save."""
+        dropped, self._held = self._held, []
+        for held in dropped:
+            if held.tracked.load is None:
+                self._forget(held.tracked)
+
     def _dropped(self, request_id: str, first_token: int) -> None:
         """A rank had no room for some chunks of a request, or the pool had none."""
         if (tracked := self._tracked.get(request_id)) is not None:
@@ -330,6 +420,7 @@ class SchedulerSide:
 
     # ---- loads that end -----------------------------------------------------------------------------------------
     def _end_load(self, request_id: str, num_chunks: int) -> list[LoadEnd]:
+        self._uncertain.end(request_id)
         if (former := self._former.pop(request_id, None)) is not None:
             self._finder.release(former)
             return []
@@ -342,14 +433,17 @@ class SchedulerSide:
         end = chunks[num_chunks - 1].first_token + chunks[num_chunks - 1].num_tokens if num_chunks else 0
         self.counts.load_ended(request_id, end)
         tracked.num_explained = max(tracked.num_explained, end)
-        if load.mode == ASYNC and self._spoiled and num_chunks:
-            self._spoiled.rewrite(load.job.block_ids.tolist(), load.num_local, end)
+        if load.mode == ASYNC and num_chunks:
+            for blocks in (self._spoiled, self._foreign):
+                if blocks:
+                    blocks.rewrite(load.job.block_ids.tolist(), load.num_local, end)
         if num_chunks < len(chunks):  # the engine computes the rest, which is then as good as new
             tracked.saves.lower(chunks[num_chunks].first_token)
             tracked.may_load = False  # once is enough: what failed would be found, and fail, again
         if tracked.is_over:
             del self._tracked[request_id]
-            self._forget(tracked)
+            if all(held.tracked is not tracked for held in self._held):
+                self._forget(tracked)
         return [LoadEnd(request_id, end)]
 
     def _forget(self, tracked: Tracked) -> None:
@@ -364,16 +458,30 @@ class SchedulerSide:
             while len(self._last_saves) > MAX_ENDED:
                 del self._last_saves[next(iter(self._last_saves))]
 
+    # ---- blocks of others ---------------------------------------------------------------------------------------
+    def _note_foreign(self, tracked: Tracked, item: Scheduled) -> None:
+        """Tell blocks whose KV came from elsewhere, such as another connector, and what this step computes from them,
+        from those that are as good as new after it."""
+        load, num_explained = tracked.load, tracked.num_explained
+        if load is not None:
+            num_explained = max(num_explained, load.job.chunks[-1].first_token + load.job.chunks[-1].num_tokens)
+        if item.num_computed > num_explained:
+            self._foreign.add(item.block_ids[num_explained // self._block_size :])
+        elif self._foreign:
+            start = item.num_computed if load is None else load.num_local
+            if (num_right := self._foreign.num_right(item.block_ids, start)) < start:
+                self._foreign.add(item.block_ids[num_right // self._block_size :])
+            else:
+                self._foreign.rewrite(item.block_ids, start, item.num_computed + item.num_scheduled)
+
     # ---- blocks that are wrong ----------------------------------------------------------------------------------
     def _spoil(self, invalid_blocks: set[int]) -> None:
-        """A load failed: its blocks are wrong, and so is what was computed from them in the same step."""
-        self._spoiled.add(invalid_blocks)
-        for tracked in self._tracked.values():
-            ids = tracked.block_ids
-            first = next((number for number, block in enumerate(ids) if block in invalid_blocks), None)
-            if first is not None:
-                self._spoiled.add(ids[first:])
-                tracked.is_suspect = True
+        """A load failed: its blocks are wrong, and so is what was computed from them since."""
+        requests = (*self._tracked.values(), *self._former.values())
+        wrong = followers(invalid_blocks, [*(tracked.block_ids for tracked in requests), *self._uncertain.left])
+        self._spoiled.add(wrong)
+        for tracked in requests:
+            tracked.is_suspect |= not wrong.isdisjoint(tracked.block_ids)
 
     def _look_for_wrong(self, scheduled: Sequence[Scheduled]) -> frozenset[int]:
         """Blocks that this step takes for computed and that are not, though they may become so in this very step."""

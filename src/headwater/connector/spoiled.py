@@ -24,6 +24,11 @@ class Spoiled:
     def __bool__(self) -> bool:
         return bool(self._num_right)
 
+    @property
+    def block_ids(self) -> set[int]:
+        """All of them."""
+        return set(self._num_right)
+
     def add(self, block_ids: Iterable[int]) -> None:
         """Nothing in these blocks is right."""
         self._num_right.update(dict.fromkeys([int(block) for block in block_ids], 0))

@@ -178,6 +178,15 @@ class Tracked:
     """Some of its blocks are, or were, spoiled."""
     may_load: bool = True
     may_save: bool = True
+    trusts_local: bool = True
+    """Whether the engine's own cache tells all inputs apart that this request differs in from others."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine computes for it, or loads for it outside of the batch: a step that waits stalls it."""
+        if self.load is not None and self.load.mode == ASYNC:
+            return True
+        return self.num_computed > 0 and not self.is_over
 
     def extend_keys(self, num_tokens: int) -> None:
         """Hash what is new of the first `num_tokens` tokens."""

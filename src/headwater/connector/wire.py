@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headwater.connector.config import LOAD_MODES
-from headwater.connector.orders import Job, JobGroup, LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.orders import ORDER_MODES, Job, JobGroup, LoadOrder, SaveOrder, StepOrders, StepReport
 from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import KEY_BYTES, ChunkRef
 
@@ -131,7 +130,7 @@ class _Reader:
                 bytes.fromhex(fields["tenant"]),
                 bytes.fromhex(fields["adapter"]),
             )
-            if mode not in LOAD_MODES:
+            if mode not in ORDER_MODES:
                 raise ValueError(f"a load of mode {mode!r}")
             yield LoadOrder(self._job(fields), _number(fields["num_local"]), tenant, adapter, mode)
 

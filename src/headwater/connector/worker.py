@@ -7,6 +7,7 @@ calls `wait_layers` before it computes: a load whose layers were not waited for 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -26,6 +27,8 @@ from headwater.transfer.ring import sums_bytes
 from headwater.transfer.save import Saver
 from headwater.transfer.save_job import Wanted
 from headwater.transfer.view import PagedView
+
+log = logging.getLogger(__name__)
 
 DEFAULT_STAGING_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
 """On a GPU two halves of it are under way at a time, and copies below 64 MiB do not fill the bus."""
@@ -79,6 +82,8 @@ class WorkerSide:
         self._starting = starting
         self._ratio = (block_size or view.block_size) // view.block_size
         self._arrivals = Arrivals(block_size or view.block_size, dummy_block, on_end)
+        self._is_silent = False
+        """A step did not announce all of its layers, and lost its loads: later ones might not, either."""
         self._begun: StepOrders | None = None
         """The orders whose loads were begun last."""
         self._enter(space)
@@ -144,6 +149,8 @@ class WorkerSide:
                 for left in orders.loads[number:]:
                     self._arrivals.end(left.job.request_id, 0)
                 raise
+        if self._is_silent:
+            self._loader.wait_layers()
         if any(order.mode == BLOCKING for order in orders.loads):
             self._arrivals.wait(BLOCKING)
         elif orders.is_idle and self._arrivals.has():
@@ -200,7 +207,9 @@ class WorkerSide:
 
     def _end_loads(self) -> None:
         if self._arrivals.has(LAYERWISE):
-            self._loader.finish_layers()
+            if not self._loader.finish_layers() and not self._is_silent:
+                self._is_silent = True
+                log.warning("steps do not announce all layers; from now on they wait for all KV before they compute")
             self._arrivals.wait(LAYERWISE)
 
     def discard(self, orders: StepOrders | None = None) -> None:

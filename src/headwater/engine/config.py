@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headwater.connector.config import ConnectorConfig
+from headwater.connector.config import AUTO, ConnectorConfig
 from headwater.errors import EngineConfigError
 
 LAYOUTS = ("layer-first", "page-first")
@@ -48,7 +48,7 @@ class EngineConfig:
     """URL of the pool to share KV through, say shm:///headwater; None: share nothing. It may hold a password, so it
     is not shown."""
     pool_role: str = "both"
-    pool_load: str = "async"
+    pool_load: str = AUTO
     pool_saves_decoded: bool = True
     pool_group_bytes: int | None = None
     """Layers that move while others are computed go together until they have so many bytes; None: as suits."""

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict
+from typing import Any
 
 from headwater.errors import ModelError, WeightsChangedError
 from headwater.kv.identity import Identity, canonical_rope, canonical_settings
 from headwater.models.checkpoint import Checkpoint
+
+PRECISION_VARIABLES: tuple[str, ...] = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+PRECISION_VARIABLES += ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
+"""Some container images set them."""
 
 
 def engine_identity(checkpoint: Checkpoint, dtype: str, load_format: str, device_kind: str = "cpu") -> Identity:
     """The identity of a checkpoint as run by this engine, all of whose ranks have loaded it. Reads every byte of the
     weights once; digests are cached. Raises WeightsChangedError if files changed since the checkpoint was opened.
 
+    Float32 that is multiplied with less, as TF32 on a GPU say, is another precision, and counts.
+
     Random weights have no file; they are named by their config, from which they are made, and by the kind of device
     that made them: generators of different devices give different numbers.
     """
     rope = canonical_rope(json.loads(json.dumps(asdict(checkpoint.config.rope))))
-    settings = canonical_settings(checkpoint.config.settings)
+    settings = canonical_settings({**checkpoint.config.settings, **_precision(dtype)})
     if load_format == "dummy":
         config = json.dumps(
             checkpoint.config.flat() | {"rope": asdict(checkpoint.config.rope)}, sort_keys=True, default=str
@@ -42,3 +50,12 @@ def engine_identity(checkpoint: Checkpoint, dtype: str, load_format: str, device
         rope=rope,
         settings=settings,
     )
+
+
+def _precision(dtype: str) -> dict[str, Any]:
+    """What lets products of float32 be rounded to less: variables of CUDA, oneDNN and torch, or a setting of torch."""
+    import torch
+
+    is_set = any(os.environ.get(name, "0").upper() not in ("", "0", "STRICT") for name in PRECISION_VARIABLES)
+    is_reduced = is_set or torch.get_float32_matmul_precision() != "highest"
+    return {"float32_products": "reduced"} if dtype == "float32" and is_reduced else {}

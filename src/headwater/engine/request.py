@@ -18,6 +18,7 @@ from headwater.engine.params import FinishReason, SamplingParams
 if TYPE_CHECKING:
     from headwater.engine.pages import PageId
     from headwater.engine.prefix.base import Handle
+    from headwater.engine.sampler import TokenCounts
 
 
 class Request:
@@ -25,6 +26,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "counts",
         "finish_reason",
         "handle",
         "id",
@@ -86,6 +88,8 @@ class Request:
         self.num_assumed = 0
         """… it runs at the same time, as if the KV of so many tokens were there, and takes its step back if not."""
         self.finish_reason: FinishReason | None = None
+        self.counts: TokenCounts | None = None
+        """What penalties need to know of `tokens`, kept by the sampler from one token to the next."""
 
     @property
     def num_tokens(self) -> int:

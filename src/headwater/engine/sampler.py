@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -173,17 +174,36 @@ def _cut(scaled: Tensor, batch: SamplingBatch) -> Tensor:
     return ordered.gather(1, last)
 
 
+class TokenCounts:
+    """Which tokens a request was asked or has said, and how often it said them. Each token is looked at once: one more
+    costs as much after a long context as after a short one."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_counted = 0
+        self._seen = np.zeros(vocab_size, dtype=np.bool_)
+        self._said = np.zeros(vocab_size, dtype=np.int32)
+
+    def update(self, request: Request) -> tuple[Tensor, Tensor]:
+        """Count what was added to the request's tokens. Returns bool [vocab], asked or said, and int32 [vocab], how
+        often said; both change with the next update."""
+        fresh = np.array(request.tokens[self._num_counted :], dtype=np.int64)
+        self._seen[fresh] = True
+        np.add.at(self._said, fresh[max(0, request.num_prompt - self._num_counted) :], 1)
+        self._num_counted += len(fresh)
+        return torch.from_numpy(self._seen), torch.from_numpy(self._said)
+
+
 def _penalise(row: Tensor, request: Request) -> None:
     """Change one row of logits in place for what the request has said, and for repetition also what it was asked."""
-    params, device = request.params, row.device
+    params = request.params
+    if request.counts is None:
+        request.counts = TokenCounts(len(row))
+    seen, said = (counts.to(row.device) for counts in request.counts.update(request))
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(request.tokens)), device=device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    outputs = torch.tensor(request.tokens[request.num_prompt :], dtype=torch.int64, device=device)
-    if len(outputs) and (params.presence_penalty or params.frequency_penalty):
-        said, counts = outputs.unique(return_counts=True)
-        row[said] -= params.presence_penalty + params.frequency_penalty * counts.to(row.dtype)
+        changed = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+        row.copy_(torch.where(seen, changed, row))
+    if params.presence_penalty or params.frequency_penalty:
+        row -= torch.where(said > 0, params.presence_penalty + params.frequency_penalty * said.to(row.dtype), 0.0)
 
 
 def _with_logprobs(raw: Tensor, token_ids: Tensor, batch: SamplingBatch) -> Sampled:

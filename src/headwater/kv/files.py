@@ -215,9 +215,9 @@ def _follow(path: Path) -> tuple[Path, tuple[LinkState, ...]]:
 
 
 def _moved_ns(folder: Path) -> int:
-    """When a directory was renamed last, as far as that shows: a change of its entries sets both times to one value."""
-    info = folder.stat()
-    return info.st_ctime_ns if info.st_ctime_ns != info.st_mtime_ns else 0
+    """A moment after which a directory was not moved: a move changes it and the directory that it is moved into.
+    Either alone changes with its entries, too."""
+    return min(folder.stat().st_ctime_ns, folder.parent.stat().st_ctime_ns) if folder != folder.parent else 0
 
 
 def _raise(error: OSError) -> None:

@@ -213,8 +213,11 @@ class _Answer(Response):
             self._room.release()
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with await self._generator.begin(self._call) as generation:
-            self._room.release()  # only tokens are left of the body
+        call = self._call
+        del self._call
+        with await self._generator.begin(call) as generation:
+            del call  # only tokens are left of the body
+            self._room.release()
             await self._send(generation, scope, receive, send)
 
     async def _send(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
@@ -225,7 +228,7 @@ class WholeAnswer(_Answer):
     """All at once, when all choices have ended."""
 
     async def _send(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
-        choices = [Choice() for _ in range(self._call.num_sequences)]
+        choices = [Choice() for _ in range(generation.num_sequences)]
         while deltas := await generation.next():
             for index, delta in deltas:
                 self._reply.add(index, choices[index], delta)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from itertools import chain
 from typing import Any
@@ -17,12 +17,14 @@ import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from headwater.errors import RequestError
+from headwater.errors import EngineDeadError, HeadwaterError, RequestError
 from headwater.serve.errors import error_reply
 from headwater.serve.parsing import BoundedParser
 
 KEEP_ALIVE_S = 5
 """How long a connection may be idle between two requests."""
+STALL_S = 1.0
+"""A client that reads nothing of its answer for so long makes room for others when there are too many."""
 LINGER_S = 1.0
 MAX_LINGERING = 64
 """A refused client may take so long to read why, and so many of them at a time."""
@@ -38,7 +40,8 @@ FREE_BODY_BYTES = 1 << 16
 
 
 class Connections:
-    """The connections of one server. When there are too many, those without a whole request make room."""
+    """The connections of one server. When there are too many, those without a whole request, or whose answer is not
+    read, make room."""
 
     def __init__(self, max_connections: int, header_timeout_s: float) -> None:
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -58,18 +61,27 @@ class Connections:
         return protocol in self._open
 
     def enter(self, protocol: WatchedProtocol) -> bool:
-        """Let a connection in, if need be in place of the oldest one without a request, or else of the oldest one that
-        is still sending its body. False: there is none."""
+        """Let a connection in, if need be in place of another. False: there is none that makes room."""
         if len(self._open) >= self._max_connections:
-            idle = (other for other in self._open if not other.has_request)
-            sending = (other for other in self._open if other.cycle.more_body)
-            victim = next(chain(idle, sending), None)
+            victim = self._victim()
             if victim is None:
                 return False
             self.leave(victim)
             victim.abort()
         self._open[protocol] = None
         return True
+
+    def _victim(self) -> WatchedProtocol | None:
+        """The oldest connection without a request, or else the oldest one that is still sending its body, or else the
+        oldest one that asks ahead of its answer, or else the one that has read nothing of its answer for the longest
+        time."""
+        idle = (other for other in self._open if not other.has_request)
+        sending = (other for other in self._open if other.cycle.more_body)
+        ahead = (other for other in self._open if other.asks_ahead)
+        if (victim := next(chain(idle, sending, ahead), None)) is not None:
+            return victim
+        slowest = max(self._open, key=lambda other: other.unread_s)
+        return slowest if slowest.unread_s >= STALL_S else None
 
     def linger(self, protocol: WatchedProtocol) -> bool:
         """Keep a connection that has nothing more to say for as long as its client may take to read why. False: too
@@ -104,6 +116,7 @@ class WatchedProtocol(H11Protocol):
         self._siblings = connections
         self._is_ended = False
         self._deadline: asyncio.TimerHandle | None = None
+        self._paused_at: float | None = None
         self._unread = bytearray()
         self._reading: asyncio.Handle | None = None
         self._num_unasked = 0
@@ -112,6 +125,16 @@ class WatchedProtocol(H11Protocol):
     def has_request(self) -> bool:
         """Whether a request has come that is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether more than one request has come. Clients that wait for an answer, and read it, do not do that."""
+        return self.has_request and bool(self._unread or self.conn.trailing_data[0])
+
+    @property
+    def unread_s(self) -> float:
+        """How long the answer has been waiting for the client to read what came before."""
+        return 0.0 if self._paused_at is None else self.loop.time() - self._paused_at
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -143,6 +166,21 @@ class WatchedProtocol(H11Protocol):
         self._disarm()
         self._stop_reading()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """The server stops. A request whose body is not whole will not be answered; the others end by themselves."""
+        if self.has_request and self.cycle.more_body:
+            self._end(EngineDeadError("the server is stopping"))
+        else:
+            super().shutdown()
+
+    def pause_writing(self) -> None:
+        self._paused_at = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._paused_at = None
+        super().resume_writing()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -215,7 +253,7 @@ class WatchedProtocol(H11Protocol):
             self.transport.write(_raw_reply(RequestError(text, code="request_timeout")))
         self.transport.close()
 
-    def _end(self, error: RequestError | None = None) -> None:
+    def _end(self, error: HeadwaterError | None = None) -> None:
         """Say why, unless an answer has begun, and read nothing more."""
         if self._is_ended:
             return
@@ -234,7 +272,8 @@ class WatchedProtocol(H11Protocol):
         if error is not None and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(_raw_reply(error))
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with suppress(OSError):  # the client has just left
+                self.transport.write_eof()
         # Closed at once, with unread data, the client would see a reset instead of the answer.
         self.transport.resume_reading()
         self._deadline = self.loop.call_later(LINGER_S, self.transport.abort)
@@ -301,7 +340,7 @@ class BodyRoom:
             raise
 
 
-def _raw_reply(error: RequestError) -> bytes:
+def _raw_reply(error: HeadwaterError) -> bytes:
     """An error for a connection that has no request to answer."""
     status, body, headers = error_reply(error)
     fields = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"} | headers

@@ -153,11 +153,12 @@ class _Sequence:
 
 
 class Generation:
-    """A call on its way. Leave its `with` block, for whatever reason, and what still runs is aborted."""
+    """A call on its way, without the text of its prompts. Leave its `with` block, for whatever reason, and what still
+    runs is aborted."""
 
     def __init__(self, generator: Generator, call: Call, flight: Flight, arrival_s: float) -> None:
         self._metrics = generator.metrics
-        self._call = call
+        self._num_choices = call.num_choices
         self._flight = flight
         self._arrival_s = arrival_s
         tokenizer, eos_token_ids = generator.tokenizer, generator.client.ready.eos_token_ids
@@ -190,9 +191,14 @@ class Generation:
         return []
 
     @property
+    def num_sequences(self) -> int:
+        """Choices of all prompts."""
+        return len(self._sequences)
+
+    @property
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once, however many choices it has."""
-        firsts = self._sequences[:: self._call.num_choices]
+        firsts = self._sequences[:: self._num_choices]
         return Usage(
             sum(sequence.num_prompt_tokens for sequence in firsts),
             sum(sequence.num_cached_tokens for sequence in firsts),

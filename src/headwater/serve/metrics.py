@@ -20,6 +20,7 @@ from headwater.connector.metrics import POOL_METRICS, Kind, Metric, Source
 from headwater.connector.stats import Distribution
 from headwater.serve.messages import Stats
 
+OPEN_METRICS = "application/openmetrics-text"
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -124,7 +125,9 @@ class ServerMetrics:
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The page and its content type: OpenMetrics for those who accept it, else Prometheus' text format."""
-        encode, content_type = choose_encoder(accept)
+        kinds = [item.partition(";")[0].strip() for item in accept.split(",")]
+        # Its parser fails on versions that are no numbers, and repeats those that are.
+        encode, content_type = choose_encoder(OPEN_METRICS if OPEN_METRICS in kinds else "")
         return encode(self._registry), content_type
 
     def _counter(self, metric: Metric) -> Counter:

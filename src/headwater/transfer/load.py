@@ -185,17 +185,17 @@ class Loader:
         with self._changed:
             return [load for load in self._open if load.layerwise]
 
-    def finish_layers(self) -> None:
+    def finish_layers(self) -> bool:
         """The step is over, or failed: a load of which it did not wait for all layers has failed, since the step may
-        have read a layer before it came."""
+        have read a layer before it came. False where there was one."""
         loads = self._open_layerwise()
         for load in loads:
             if not load.unawaited:
                 self._launch_until(loads, load, self._shard.layers[-1])
                 continue
-            log.warning("a step did not wait for all layers of its load; the engine computes what was to be loaded")
             load.is_missed = True
             self.cancel(load.name)
+        return not any(load.unawaited for load in loads)
 
     def _launch_until(self, loads: Sequence[Load], load: Load, layer: int) -> None:
         """See that a layer of a load is launched, and the next groups as far as there is room.

@@ -1,9 +1,10 @@
 """The state of a model's files before vLLM loaded them: without it nobody knows whether they are what was loaded.
 
 vLLM makes a connector when the model is loaded. It asks for the connector's class much earlier, in the front process
-while it makes its configuration; `note_files` takes the state then and there, and leaves it at the configuration, which
-goes to every process of the server. Where vLLM did not ask, or the files were not there yet, `check_before` accepts
-files that are older than the server, and blobs of one commit of the Hugging Face hub.
+while it makes its configuration; `note_files` takes the state then and there, and the model's config as vLLM holds it,
+and leaves both at the configuration, which goes to every process of the server. Where vLLM did not ask, or the files
+were not there yet, `check_before` accepts files that are older than the server, and blobs of one commit of the Hugging
+Face hub.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,24 @@ RANKS_APART_NS = 60_000_000_000
 def note_files() -> None:
     """Take the state of the files, if vLLM is making its configuration right now. Never raises."""
     config = _config_in_the_making()
-    if config is not None and noted(config) is None and not _read_before(config):
-        note_files_of(config)
+    if config is None or noted(config) is not None or config.load_config.load_format == "dummy":
+        return
+    states = _take(config)
+    if states is not None and not _read_before(config, states):
+        _note(config, states)
 
 
-def _read_before(config: Any) -> bool:
+def _read_before(config: Any, states: Sequence[FileState]) -> bool:
     """Whether a file that vLLM has read by now may have been replaced since: it is younger than the server, and not
-    what vLLM holds of it. Without a note, such a file leaves the server without a pool."""
+    what vLLM holds of it. Without a note, such a file leaves the server without a pool.
+
+    The states are those that are noted: a file that is replaced from here on is not in its state any more.
+    """
     from headwater.integrations.vllm.weights import loaded_files
 
     try:
-        loaded = loaded_files(config)
-        read = [state for state in loaded.states() if state.name not in loaded.names]
+        weights = loaded_files(config).names
+        read = [state for state in states if state.name not in weights]
         young = [state for state in _uncertain(read, config) if _is_young(state, config)]
         return not all(_is_held(state, config.model_config) for state in young)
     except (HeadwaterError, DeclinedError, OSError, AttributeError, ValueError):
@@ -71,7 +78,8 @@ def _is_held(state: FileState, model: Any) -> bool:
     held = _as_json(model.hf_config.to_dict())
     said = json.loads(Path(state.path).read_bytes())
     meant = _as_json(type(model.hf_config).from_dict(dict(said)).to_dict())
-    keys = (said.keys() | meant.keys()) - _NAMED_ELSEWHERE
+    overrides = model.hf_overrides if isinstance(getattr(model, "hf_overrides", None), Mapping) else {}
+    keys = (said.keys() | meant.keys() | held.keys()) - _NAMED_ELSEWHERE - overrides.keys()
     return all(held.get(key) in (meant.get(key), said.get(key, meant.get(key))) for key in keys)
 
 
@@ -82,19 +90,34 @@ def _as_json(value: Any) -> dict[str, Any]:
 
 def note_files_of(config: Any) -> None:
     """Leave the state of the files at a configuration with which nothing was loaded yet."""
+    if config.load_config.load_format != "dummy" and (states := _take(config)) is not None:
+        _note(config, states)
+
+
+def _take(config: Any) -> tuple[FileState, ...] | None:
     from headwater.integrations.vllm.weights import loaded_files
 
-    if config.load_config.load_format == "dummy":
-        return
     try:
-        object.__setattr__(config, _ATTRIBUTE, (_machine(), loaded_files(config).states()))
+        return loaded_files(config).states()
     except (HeadwaterError, DeclinedError, OSError, AttributeError):
-        return  # not downloaded yet, or not to be named at all: `name_weights` says so when it is asked
+        return None  # not downloaded yet, or not to be named at all: `name_weights` says so when it is asked
+
+
+def _note(config: Any, states: tuple[FileState, ...]) -> None:
+    hf = getattr(config.model_config, "hf_config", None)
+    held = {} if hf is None else _as_json(hf.to_dict())
+    object.__setattr__(config, _ATTRIBUTE, (_machine(), states, held))
+
+
+def held_config(config: Any) -> Mapping[str, Any]:
+    """The model's config as vLLM held it before any worker changed it; nothing where that was not noted."""
+    held: dict[str, Any] = getattr(config, _ATTRIBUTE, ("", None, {}))[2]
+    return {key: value for key, value in held.items() if key not in _NAMED_ELSEWHERE}
 
 
 def noted(config: Any) -> tuple[FileState, ...] | None:
     """What `note_files` left; None where it could not, or did on another machine than this."""
-    machine, states = getattr(config, _ATTRIBUTE, ("", None))
+    machine, states, _ = getattr(config, _ATTRIBUTE, ("", None, {}))
     return states if machine == _machine() else None
 
 

@@ -46,6 +46,7 @@ from headwater.integrations.vllm.startup import (
 )
 from headwater.integrations.vllm.stats import HeadwaterPromMetrics, HeadwaterStats, Reporter
 from headwater.integrations.vllm.steps import NULL_BLOCK, Steps
+from headwater.integrations.vllm.takeback import Takeback, why_outside
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,7 +55,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -69,13 +71,13 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._options = settle_load_mode(
-            read_options(transfer.kv_connector_extra_config, transfer.kv_role), vllm_config.max_concurrent_batches
-        )
+        self._options = read_options(transfer.kv_connector_extra_config, transfer.kv_role)
+        self._takeback: Takeback | None = None
         self._member: Membership | None = None
         self._steps: Steps | None = None
         self._worker: WorkerSide | IdleWorker = IdleWorker("its caches are not there yet", Arrivals(1, NULL_BLOCK))
-        # With micro-batches a layer runs more than once in a step: it is saved when all of them have run.
+        # With micro-batches a layer runs more than once in a step: it is saved when all of them have run, and loads are
+        # waited for before the first.
         self._saves_layers = not vllm_config.parallel_config.use_ubatching
         self._layers: dict[str, int] = {}
         events = vllm_config.kv_events_config
@@ -84,23 +86,39 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._freshness = Freshness(self._options.epoch)
         self._epoch = self._options.epoch
         self._stale_epoch: int | None = None
+        self._blocks: BlockPool | None = None
         self._reporter = Reporter()
         self.step_seconds = 0.0
         """Time of the thread that runs the model, spent here since the start."""
         if role == KVConnectorRole.SCHEDULER:
             self._set_failure_policy()
+            self._options = settle_load_mode(self._options, why_outside(vllm_config, self._options.connector.load_mode))
+            if vllm_config.max_concurrent_batches > 1:
+                self._takeback = Takeback.of_caller()
             try:
                 self._steps, self._member = start_scheduling(vllm_config, kv_cache_config, self._options, self._events)
             except DeclinedError as error:
                 log.warning("Headwater is off: %s", error)
             except Exception:
                 log.exception("Headwater is off: it could not be started")
+            if self._steps is not None:
+                self._steps.side.loads_in_step = vllm_config.max_concurrent_batches == 1
 
     # ---- the scheduler side -------------------------------------------------------------------------------------
     @property
     def requires_kv_delivery(self) -> bool:
         """A save that is dropped is a miss for somebody, and nothing more."""
         return False
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """vLLM's scheduler is made: if it schedules ahead, loads go along with steps only if it can take them back."""
+        if self._steps is None or self._steps.side.loads_in_step:
+            return
+        why_not = "its scheduler did not make the connector" if self._takeback is None else self._takeback.why_not()
+        self._steps.side.loads_in_step = not why_not
+        if why_not:
+            self._takeback = None
+            settle_load_mode(self._options, f"it schedules ahead, and {why_not}")
 
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt."""
@@ -124,6 +142,11 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The orders of this step."""
         orders, adapters, steps = StepOrders(), dict[int, bytes](), self._steps
+        if self._takeback is not None and (preempted := scheduler_output.preempted_req_ids):
+            # Without this side nobody knows what they were computed from.
+            self._takeback.drop_output(
+                [name for name in preempted if steps is None or steps.side.holds_uncertain(name)]
+            )
         if steps is not None:
             with self._survive():
                 orders, adapters = steps.order(scheduler_output), steps.adapters(scheduler_output)
@@ -146,6 +169,13 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear what the workers did."""
+        self._hear(connector_output)
+        invalid = connector_output.invalid_block_ids
+        if self._takeback is not None and invalid:
+            # An exception here ends vLLM: the next tokens would be wrong.
+            self._takeback.take_back(invalid | (self._steps.side.wrong_blocks if self._steps is not None else set()))
+
+    def _hear(self, connector_output: KVConnectorOutput) -> None:
         told = connector_output.kv_connector_worker_meta
         report = told.report if isinstance(told, WorkerMetadata) else None
         if self._steps is None:
@@ -173,13 +203,32 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         if self._steps is not None and reason:
             self._switch_off(reason)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Where vLLM counts its own blocks."""
+        self._blocks = gpu_block_pool
+
     def reset_cache(self) -> bool | None:
-        """Begin an epoch of this server's own: nobody else's chunks are touched, and none of them is used again."""
+        """Begin an epoch of this server's own: nobody else's chunks are touched, and none of them is used again.
+
+        vLLM resets its own cache first, and calls this even if it could not, because blocks were in use: then the pool
+        is not used in this epoch, since requests share blocks of the last one.
+        """
+        is_clean = True
         with self._survive():
             if self._steps is not None and self._member is not None:
+                is_clean = self._is_local_cache_empty()
                 self._epoch = new_epoch()
-                self._steps.start_epoch(self._member.space(self._epoch))
-        return True
+                self._steps.start_epoch(self._member.space(self._epoch), is_clean=is_clean)
+        if not is_clean:
+            log.warning(
+                "Headwater: vLLM could not reset its own cache, because blocks are in use, so nothing is saved or "
+                "loaded any more; call reset_prefix_cache(reset_connector=True) again when no request runs"
+            )
+        return is_clean
+
+    def _is_local_cache_empty(self) -> bool:
+        """As vLLM asks before it resets its cache: one block is always in use."""
+        return self._blocks is not None and self._blocks.num_gpu_blocks - self._blocks.get_num_free_blocks() == 1
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Chunks that can be found now, and some that are gone."""
@@ -282,6 +331,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
                 self._worker.refuse_loads(metadata.orders)
             else:
                 self._worker.start_loads(metadata.orders)
+            if self._worker.needs_layers and not (self._saves_layers and _has_hooks(forward_context)):
+                self._worker.wait_layers()
 
     def has_connector_metadata(self) -> bool:
         """Asked before each layer's two calls: most steps need neither, and a decode step has no time to give away."""
@@ -318,7 +369,10 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     @timed
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that have ended, of requests that wait for them outside the batch."""
+        """Loads that have ended, of requests that wait for them outside the batch. Those that went along with the step
+        end here at the latest: with speculative decoding, `wait_for_save` comes after the step's report."""
+        with self._survive_in_worker():
+            self._worker.end_loads()
         return KVConnectorTransferResults(finished_recving=self._worker.take_finished())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -390,6 +444,13 @@ def _register() -> None:
 
 
 _register()
+
+
+def _has_hooks(context: Any) -> bool:
+    """Whether vLLM calls `wait_for_layer_load` in this step: not where it replays one graph of all layers. Its second
+    model runner gives such a step a context without the attention's metadata."""
+    mode = getattr(getattr(context, "cudagraph_runtime_mode", None), "name", "")
+    return getattr(context, "attn_metadata", None) is not None and mode in ("NONE", "PIECEWISE")
 
 
 def _is_inside(class_name: str) -> bool:

@@ -19,7 +19,7 @@ _HARMLESS: dict[str, frozenset[str]] = {
             "model model_weights dtype revision hf_config hf_text_config hf_config_path hf_overrides quantization "
             "quantization_config multimodal_config max_model_len"
         ),
-        "remote code is named by its files, where the config refers to any": "trust_remote_code code_revision",
+        "remote code is named by its files or declined, if a config refers to any": "trust_remote_code code_revision",
         "the tokens of a prompt are in its key": (
             "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init renderer_num_workers "
             "io_processor_plugin interleave_mm_strings"
@@ -58,7 +58,8 @@ _COUNTED: dict[str, tuple[str, ...]] = {
 """Options of other groups that count. Which kernel multiplies is rounding for plain weights and may be another
 precision for quantised ones; all else in these groups is rounding or speed."""
 
-_FURTHER_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
+_FURTHER_VARIABLES: tuple[str, ...] = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+_FURTHER_VARIABLES += ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "TRITON_F32_DEFAULT")
 """Environment variables of libraries that let vLLM compute in another precision than the model's."""
 
 _DECLINED_VARIABLES = ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_TEST_FORCE_LOAD_FORMAT")

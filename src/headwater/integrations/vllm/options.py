@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.connector.config import ConnectorConfig
+from headwater.connector.config import AUTO, ConnectorConfig
 from headwater.errors import EngineConfigError
 from headwater.integrations.vllm.declined import LOGGER
 from headwater.kv.hashing import DEFAULT_CHUNK_TOKENS, check_chunk_tokens
@@ -78,19 +78,14 @@ def read_options(extra: Mapping[str, Any], kv_role: str | None) -> Options:
     return Options(connector=connector, chunk_tokens=chunk_tokens, load_failure_policy=policy, **own)
 
 
-def settle_load_mode(options: Options, num_batches: int) -> Options:
-    """The options as they can be used in a vLLM that has so many steps under way at a time.
-
-    Where a step is scheduled before the last one's loads are known to have succeeded, vLLM cannot take back what was
-    computed from one that had not; so there, requests wait for their loads outside the batch.
-    """
-    if num_batches == 1 or options.connector.load_mode == "async":
+def settle_load_mode(options: Options, why_outside: str) -> Options:
+    """The options as they can be used in a vLLM whose requests must wait for their loads outside the batch, if there is
+    a reason for that. The log says so."""
+    mode = options.connector.load_mode
+    if not why_outside or mode == "async":
         return options
-    log.warning(
-        "Headwater: load_mode is async instead of %s, since this vLLM schedules steps ahead; --no-async-scheduling and "
-        "one pipeline stage allow it",
-        options.connector.load_mode,
-    )
+    level = logging.INFO if mode == AUTO else logging.WARNING
+    log.log(level, "Headwater: load_mode is async instead of %s in this vLLM: %s", mode, why_outside)
     return replace(options, connector=replace(options.connector, load_mode="async"))
 
 

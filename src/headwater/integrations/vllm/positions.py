@@ -37,7 +37,7 @@ def _table_end(rope: Mapping[str, Any], length: float | None) -> float | None:
     kind, factor = rope.get("rope_type"), rope.get("factor")
     if kind in _FROM_TRAINED_LENGTH:
         length = rope.get("original_max_position_embeddings") or length
-    if kind not in _FROM_TRAINED_LENGTH + _FROM_LENGTH or length is None or not isinstance(factor, int | float):
+    if length is None or kind not in _FROM_TRAINED_LENGTH + _FROM_LENGTH or not isinstance(factor, int | float):
         return length
     return length * factor
 

@@ -1,23 +1,28 @@
 """How a vLLM server runs its weights: in the words of the reference engine where that knows every key of the
 configuration, and otherwise as a digest of the whole configuration and of vLLM's options.
 
-The digest is made from files and options. vLLM changes the config of some models while it builds them, in its workers
-and not in its scheduler, and all of them must find one name.
+The digest is made from files, options, and the config as vLLM held it when it was noted (`before`): whatever led vLLM
+to read it from elsewhere counts. vLLM changes the config of some models while it builds them, in its workers and not in
+its scheduler, and all of them must find one name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from headwater.errors import ModelError
+from headwater.integrations.vllm.before import held_config
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.flags import counted_flags
 from headwater.integrations.vllm.positions import check_positions
+from headwater.integrations.vllm.searched import SEARCHED
 from headwater.integrations.vllm.weights import config_folder, list_code, local_path
 from headwater.models.config import FAMILIES, ModelConfig
 from headwater.models.config_hf import config_from_hf
@@ -26,24 +31,6 @@ from headwater.models.fields import read_json
 
 _WRITER = ("_name_or_path", "transformers_version")
 """Keys that say where a config lies and who wrote it, in any model."""
-
-SEARCHED = frozenset(
-    {
-        "LlamaForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "OlmoeForCausalLM",
-        "Glm4MoeForCausalLM",
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-    }
-)
-"""Classes of vLLM in which `make test-identity` has changed every key: those in `HARMLESS` and vLLM's max_model_len
-change no number there (but in a rope type that reads it)."""
 
 _READ_FOR_TEXT = ("config.json", "params.json", "sparse_attention_config.json", "torchao_config.json")
 """Beside these vLLM reads files whose names say that they describe a quantization."""
@@ -69,9 +56,10 @@ def name_quantization(model: Any) -> str:
 def name_rope(config: Any) -> Mapping[str, Any]:
     """Rope as the reference engine would name it; `name_settings` names all of the config of models it does not run.
 
-    Raises DeclinedError where vLLM could read past the end of its rope table.
+    Raises DeclinedError where vLLM could read past the end of its rope table, or reads another config than it seems.
     """
     check_class(config.model_config)
+    _check_one_config(config.model_config)
     check_positions(config.model_config)
     known = _as_reference(config)
     if known is None:
@@ -98,7 +86,23 @@ def name_settings(config: Any) -> Mapping[str, Any]:
         "code": _remote_code(model),
         "max_model_len": model.max_model_len if _reads_length(model) else None,
     }
+    if held := {key: value for key, value in held_config(config).items() if key not in _harmless(model)}:
+        whole["held"] = held
     return {"config": _digest(whole, "configuration")}
+
+
+def _harmless(model: Any) -> Collection[str]:
+    """Keys of a config that change nothing in this model."""
+    is_text = model.architecture in SEARCHED and getattr(model, "multimodal_config", None) is None
+    return HARMLESS if is_text else _WRITER
+
+
+def _check_one_config(model: Any) -> None:
+    """Raise DeclinedError where config.json names others: which of them is read depends on the version of
+    transformers."""
+    path = (config_folder(model) or local_path(model)) / "config.json"
+    if path.is_file() and "configuration_files" in read_json(path):
+        raise DeclinedError(f"{str(path)!r} names configuration_files, one of which transformers reads in its place")
 
 
 def _as_reference(config: Any) -> ModelConfig | None:
@@ -133,18 +137,27 @@ def _files(model: Any) -> dict[str, str]:
     other = config_folder(model)
     if other is not None:
         found |= {f"config/{name}": digest for name, digest in _json_digests(model, other)}
-    return found
+    return found | _mistral_files(model, other or path)
+
+
+def _mistral_files(model: Any, folder: Path) -> dict[str, str]:
+    """Whether vLLM takes params.json for the config: it does where weights in Mistral's format lie beside it, even if
+    it loads others. Of a model of the hub, vLLM asks the hub."""
+    if not (folder / "params.json").is_file() or getattr(model, "config_format", "auto") != "auto":
+        return {}
+    if not os.path.exists(getattr(model, "hf_config_path", None) or model.model):
+        raise DeclinedError("vLLM asks the hub which of two configs to read; choose one with --config-format")
+    return {"consolidated": str(any(folder.glob("consolidated*.safetensors")))}
 
 
 def _json_digests(model: Any, directory: Path) -> Iterator[tuple[str, str]]:
     """(name, digest) of each file that vLLM may read, a config without the keys that change nothing."""
-    is_text = model.architecture in SEARCHED and getattr(model, "multimodal_config", None) is None
     for path in sorted(directory.glob("*.json")):
         name = path.name
         if not _is_read(model, name):
             continue
         if name == "config.json":
-            harmless = HARMLESS if is_text else _WRITER
+            harmless = _harmless(model)
             yield name, _digest({key: value for key, value in read_json(path).items() if key not in harmless}, name)
         else:
             yield name, _file_digest(path)
@@ -162,10 +175,23 @@ def _remote_code(model: Any) -> dict[str, str]:
             maps += _auto_maps(path)
     if not any(maps):
         return {}
+    if getattr(model, "code_revision", None):
+        raise DeclinedError("the model's code is of another revision (code_revision) than its files")
     if "--" in json.dumps(maps, default=str) or not folders:
         raise DeclinedError("the model's code lies in another repository (auto_map), and may change there")
     found = {f"{number}/{name}": path for number, folder in enumerate(folders) for name, path in _code(folder)}
     return {name: _file_digest(path) for name, path in sorted(found.items())}
+
+
+def check_running_code(model: Any) -> None:
+    """Raise DeclinedError where code runs that is not the model's as it was named. For workers: transformers imports
+    code from copies that it made once."""
+    named = set(_remote_code(model).values())
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or os.devnull)
+        runs = bool(named) and name.startswith("transformers_modules.") and path.is_file() and path.stat().st_size > 0
+        if runs and _file_digest(path) not in named:
+            raise DeclinedError(f"{str(path)!r} runs, and is not among the model's files; delete it and restart")
 
 
 def _code(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -22,9 +22,10 @@ from headwater.integrations.vllm.layout import layer_tensors
 from headwater.integrations.vllm.options import Options
 from headwater.integrations.vllm.probe import prove_view
 from headwater.integrations.vllm.reloads import watch_reloads
+from headwater.integrations.vllm.settings import check_running_code
 from headwater.integrations.vllm.stats import PoolFigures
 from headwater.integrations.vllm.steps import NULL_BLOCK, Steps
-from headwater.integrations.vllm.weights import check_sources, model_class, name_weights
+from headwater.integrations.vllm.weights import check_loaded_tensors, check_sources, model_class, name_weights
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology
@@ -216,6 +217,8 @@ def _weights_of_all_ranks(config: Any, options: Options) -> str:
     if group.rank_in_group == 0:
         try:
             check_sources(config.model_config)
+            check_loaded_tensors(config)
+            check_running_code(config.model_config)
             answer = (name_weights(config, options), "")
         except Exception as error:  # whatever it is, the other ranks wait for an answer
             answer = ("", str(error) if isinstance(error, DeclinedError) else f"{type(error).__name__}: {error}")

@@ -27,19 +27,22 @@ class Steps:
         self._adapters = adapters or Adapters()
         self._requests: dict[str, Any] = {}
         self._block_ids: dict[str, list[int]] = {}
+        self._lora_names: dict[str, set[bytes | None]] = {}
+        """By the name of an adapter: which ones had it."""
 
     def add(self, request: Any) -> None:
         """A new request, or one whose id was another's before."""
         request_id = request.request_id
         if self._requests.get(request_id) is not request:
             self._requests[request_id] = request
-            lora = request.lora_request
+            lora, inputs = request.lora_request, self._inputs(request)
             self.side.add(
                 request_id,
                 request.all_token_ids,
                 request.num_prompt_tokens,
-                self._inputs(request),
+                inputs,
                 label=lora.lora_name if lora else None,
+                trusts_local=self._is_told_apart(request, inputs),
             )
 
     def match(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
@@ -101,9 +104,9 @@ class Steps:
             self._block_ids.pop(request_id, None)
             self.side.finish(request_id, request.num_computed_tokens, block_ids)
 
-    def start_epoch(self, space: Space) -> None:
-        """From now on KV of other weights is computed."""
-        self.side.start_epoch(space)
+    def start_epoch(self, space: Space, *, is_clean: bool = True) -> None:
+        """From now on KV of other weights is computed; `is_clean` says whether vLLM's own cache holds no other."""
+        self.side.start_epoch(space, is_clean=is_clean)
 
     def _note_blocks(self, step: Any) -> set[str]:
         """The blocks that requests got for this step; which of them had none before."""
@@ -120,6 +123,17 @@ class Steps:
             elif more:
                 self._block_ids[request_id] += more
         return new
+
+    def _is_told_apart(self, request: Any, inputs: Inputs | None) -> bool:
+        """Whether vLLM's own cache has KV of the same inputs only. It knows an adapter by the name that it was given,
+        and of prompt embeddings not which of them stand for tokens."""
+        if request.prompt_embeds is not None:
+            return False
+        if request.lora_request is None:
+            return True
+        known = self._lora_names.setdefault(request.lora_request.lora_name, set())
+        known.add(None if inputs is None else inputs.adapter)
+        return len(known) == 1
 
     def _inputs(self, request: Any) -> Inputs | None:
         if request.mm_features and not self._hashes_inputs:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,12 +17,21 @@ from headwater.errors import HeadwaterError
 from headwater.integrations.vllm.before import check_after, check_before, noted
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.options import Options
+from headwater.integrations.vllm.searched import SEARCHED
+from headwater.integrations.vllm.tensors import check_tensors
 from headwater.kv.checkpoint import digest_checkpoint
 from headwater.kv.files import FileState, NamedFile, take_states
 
 _BY_DEFAULT_LOADER = ("auto", "safetensors", "pt", "hf", "fastsafetensors", "instanttensor")
 _BY_STREAMER = ("runai_streamer",)
 """Load formats that read the checkpoint and change nothing."""
+
+_MODELS = "vllm.model_executor.models."
+_AFTER_THE_MODEL = frozenset({_MODELS + "adapters"})
+"""Modules whose files count for what is made of the last layer only."""
+_READS: tuple[str, ...] = ("self.secondary_weights", "get_hf_file_bytes", "hf_hub_download", "snapshot_download")
+_READS += ("load_file(", "safe_open(", "torch.load(", "_weights_iterator(")
+"""What the code of a model has in it that loads from further places."""
 
 MAX_CODE_FILES = 4096
 """Directories with more configs and code than this are no model's."""
@@ -129,10 +140,36 @@ def check_sources(model: Any) -> None:
     try:
         own = [part for part in found.__mro__ if part.__module__.startswith("vllm.")]
         sources = "".join(map(inspect.getsource, own))
+        sources += "".join(inspect.getsource(sys.modules[name]) for name in sorted(_modules(own)))
     except Exception as error:
         raise DeclinedError(f"the class of this model cannot be looked at: {error}") from error
-    if "self.secondary_weights" in sources or getattr(found, "allow_patterns_overrides", None) is not None:
+    if any(sign in sources for sign in _READS) or getattr(found, "allow_patterns_overrides", None) is not None:
         raise DeclinedError(f"{found.__name__} loads weights from further places, which are not named yet")
+
+
+def _modules(parts: Iterable[type]) -> set[str]:
+    """The modules of models that these classes are made of: their own, and those that these import from."""
+    found: set[str] = set()
+    todo = {part.__module__ for part in parts}
+    while todo:
+        name = todo.pop()
+        if name.startswith(_MODELS) and name not in found | _AFTER_THE_MODEL:
+            found.add(name)
+            todo |= {str(getattr(value, "__module__", "")) for value in vars(sys.modules[name]).values()}
+    return found
+
+
+def check_loaded_tensors(config: Any) -> None:
+    """Raise DeclinedError for weights of which vLLM may load others in each start. For workers."""
+    if config.load_config.load_format == "dummy":
+        return
+    extra = config.load_config.model_loader_extra_config
+    if isinstance(extra, Mapping) and extra.get("enable_weights_track") is False:
+        raise DeclinedError("enable_weights_track is off, so vLLM runs with weights that no file holds")
+    loaded = loaded_files(config)
+    files = [loaded.folder / name for name in loaded.names if name and not name.endswith(".json")]
+    model = config.model_config
+    check_tensors(files, model_class(model), is_regular=model.architecture in SEARCHED)
 
 
 def server_name(config: Any) -> bytes:

@@ -120,6 +120,24 @@ def _untied(config: ModelConfig, path: Path) -> ModelConfig:
 def read_header(path: Path) -> list[SafetensorsHandle]:
     """The tensors of one file, in the order they lie in it. Raises ModelError for a file that is not safetensors,
     ends early, or holds a dtype that only quantised checkpoints have."""
+    header, data_start, size = _read_header(path)
+    try:
+        handles = [_handle(path, name, entry, data_start, size) for name, entry in header.items()]
+    except ModelError:
+        raise
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise _damaged(path) from error
+    return sorted(handles, key=lambda handle: handle.offset)
+
+
+def read_tensor_names(path: Path) -> list[str]:
+    """The names of the tensors of one file, of whatever dtype. Raises ModelError for a file that is not safetensors, or
+    names one twice."""
+    return list(_read_header(path)[0])
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """(entries by name, where data starts, bytes of the file)."""
     try:
         size = os.stat(path).st_size
         with open(path, "rb") as file:
@@ -128,14 +146,17 @@ def read_header(path: Path) -> list[SafetensorsHandle]:
     except OSError as error:
         raise ModelError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
     try:
-        header = json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs))
+        header: dict[str, Any] = json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs))
         header.pop("__metadata__", None)
-        handles = [_handle(path, name, entry, 8 + length, size) for name, entry in header.items()]
     except ModelError:
         raise
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
-        raise ModelError(f"{str(path)!r} is not a safetensors file, or is damaged or truncated") from error
-    return sorted(handles, key=lambda handle: handle.offset)
+    except (ValueError, RecursionError, AttributeError, TypeError) as error:
+        raise _damaged(path) from error
+    return header, 8 + length, size
+
+
+def _damaged(path: Path) -> ModelError:
+    return ModelError(f"{str(path)!r} is not a safetensors file, or is damaged or truncated")
 
 
 def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

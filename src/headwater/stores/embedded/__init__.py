@@ -41,6 +41,8 @@ from headwater.stores.embedded.journal import CURSOR_PREFIX, EVENTS_FILE
 from headwater.stores.embedded.layout import (
     HEADER_BYTES,
     INDEX_VERSION,
+    MAGIC,
+    MEMBERS_BYTES,
     PAGE,
     Geometry,
     Word,
@@ -110,11 +112,13 @@ def store_directory(url: StoreUrl) -> str:
 
 
 def destroy(url: StoreUrl) -> None:
-    """Delete a store's files. Raises StoreError while any process has it open."""
+    """Delete a store's files. Raises StoreError while any process has it open, and where there are files of such names
+    that are no store."""
     directory = store_directory(url)
     with _system_errors(url):
         if not os.path.isdir(directory):
             return
+        _check_ours(url, directory)
         members = SharedMembers(os.path.join(directory, "members"), 0)
         try:
             # Whoever opens the store waits for this lock, and then finds nothing or has been counted.
@@ -170,10 +174,8 @@ def _open_shared(url: StoreUrl, group: int | None, deadline_s: float, *, is_give
         _check_room(url, _existing(directory), _new_geometry(url))  # before anything is made that must be undone
     os.makedirs(directory, mode=0o700, exist_ok=True)
     _check_owner(url, directory)
+    _check_ours(url, directory)
     path = os.path.join(directory, "members")
-    index = os.path.join(directory, "index")
-    if os.path.exists(index) and not os.path.exists(path) and _read_geometry(url, index) is None:
-        raise StoreError(f"{url}: {index} was not made by Headwater; use an empty directory")
     for key, shared in _cores.items():
         with contextlib.suppress(FileNotFoundError):
             at = os.stat(path)
@@ -352,6 +354,27 @@ def _check_owner(url: StoreUrl, directory: str) -> None:
         raise StorePermissionError(f"{url}: {reason}")
 
 
+def _check_ours(url: StoreUrl, directory: str) -> None:
+    """Raise where files of the names that are replaced and deleted here are somebody else's. A store with noise in its
+    files is one: its `members` has the right size, or its segments are there."""
+    found = sorted(name for name in os.listdir(directory) if name == "members" or _is_ours(name))
+    if not found or any(map(_is_segment, found)):
+        return
+    with contextlib.suppress(FileNotFoundError), open(_open_to_read(directory, "members"), "rb") as file:
+        if os.fstat(file.fileno()).st_size == MEMBERS_BYTES or not any(file.read(PAGE)):
+            return  # the first page stays empty, also in a store that is just being made
+    with contextlib.suppress(FileNotFoundError), open(_open_to_read(directory, "index"), "rb") as file:
+        if file.read(len(MAGIC)) == MAGIC:
+            return
+    for path in (os.path.join(directory, name) for name in found):
+        if os.path.lexists(path):  # else somebody has just deleted the store
+            raise StoreError(f"{url}: {path} was not made by Headwater; use another directory")
+
+
+def _open_to_read(directory: str, name: str) -> int:
+    return open_private(os.path.join(directory, name), os.O_RDONLY)
+
+
 def _check_room(url: StoreUrl, directory: str, geometry: Geometry) -> None:
     usage = shutil.disk_usage(directory)
     if geometry.capacity <= usage.free:
@@ -372,8 +395,11 @@ def _remove_files(directory: str) -> None:
 
 def _is_ours(name: str) -> bool:
     """Whether Headwater makes files of that name. (`members` is apart: it holds the locks, and goes last.)"""
-    fixed = name in ("index", "index.new", EVENTS_FILE) or name.startswith(CURSOR_PREFIX)
-    return fixed or re.fullmatch(r"data-[0-9a-f]{32}-\d{4,}", name) is not None
+    return name in ("index", "index.new", EVENTS_FILE) or name.startswith(CURSOR_PREFIX) or _is_segment(name)
+
+
+def _is_segment(name: str) -> bool:
+    return re.fullmatch(r"data-[0-9a-f]{32}-\d{4,}", name) is not None
 
 
 @contextlib.contextmanager
