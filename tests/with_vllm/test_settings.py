@@ -24,7 +24,11 @@ from headwater.integrations.vllm.options import read_options
 from headwater.integrations.vllm.settings import _mistral_files, check_running_code
 from headwater.integrations.vllm.variables import HARMLESS_VARIABLES
 from headwater.models.checkpoint import open_checkpoint
+from headwater.models.config import FAMILIES
+from headwater.models.config_experts import EXPERTS
 from headwater.models.config_keys import HARMLESS
+
+from vllm_models import save_experts
 
 OPTIONS = read_options({}, "kv_both")
 WEIGHTS = f"sha256:{0:064x}"
@@ -86,6 +90,14 @@ def test_real_configurations_have_the_reference_engines_name(qwen3: Path, smollm
         mine = engine_identity(open_checkpoint(path), "float32", "auto")
         theirs = server_identity(engine(path, trust_remote_code=True, seed=7), OPTIONS, mine.weights)
         assert theirs.digest == mine.digest
+
+
+@pytest.mark.parametrize("family", [name for name in EXPERTS if name in FAMILIES])
+def test_real_configurations_with_experts_have_the_reference_engines_name(family: str, tmp_path: Path) -> None:
+    path = save_experts(tmp_path / family, family)
+    mine = engine_identity(open_checkpoint(path), "float32", "auto")
+    theirs = server_identity(engine(path), OPTIONS, mine.weights)
+    assert (theirs.settings, theirs.digest) == (mine.settings, mine.digest)
 
 
 def test_an_override_counts_as_what_it_makes_of_the_config(qwen3: Path, moe: Path, tmp_path: Path) -> None:

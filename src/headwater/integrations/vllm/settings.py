@@ -32,6 +32,10 @@ from headwater.models.fields import read_json
 _WRITER = ("_name_or_path", "transformers_version")
 """Keys that say where a config lies and who wrote it, in any model."""
 
+_SET_BY_VLLM = {"qwen2_moe": frozenset({"disable_sliding_window"})}
+"""Options that vLLM sets by itself, by family of the reference engine: the config of this one has a window of 0 where
+it uses none, and vLLM takes it out. Models that the reference engine runs use none: the option changes nothing."""
+
 _READ_FOR_TEXT = ("config.json", "params.json", "sparse_attention_config.json", "torchao_config.json")
 """Beside these vLLM reads files whose names say that they describe a quantization."""
 
@@ -115,14 +119,17 @@ def _as_reference(config: Any) -> ModelConfig | None:
     hf = model.hf_config
     if model.quantization is not None or getattr(model, "multimodal_config", None) is not None:
         return None
-    if getattr(model, "runner_type", "generate") != "generate" or counted_flags(config):
+    if getattr(model, "runner_type", "generate") != "generate":
         return None
+    flags = counted_flags(config)
     values = hf.to_dict()
     if model.hf_text_config is not hf and model.hf_text_config.to_dict() != values:
         return None
     try:
         known = config_from_hf(values)
     except ModelError:
+        return None
+    if flags.keys() - _SET_BY_VLLM.get(known.family, frozenset()):
         return None
     return known if model.architecture == FAMILIES[known.family].architecture else None
 
