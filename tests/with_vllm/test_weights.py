@@ -28,6 +28,8 @@ from headwater.integrations.vllm.weights import check_sources, loaded_files, nam
 from headwater.kv import files
 from headwater.kv.checkpoint import digest_checkpoint
 
+from vllm_models import save_experts
+
 OPTIONS = read_options({}, "kv_both")
 HOUR_NS = 3600 * 10**9
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -340,6 +342,25 @@ def test_a_config_that_is_replaced_after_vllm_has_read_it_and_before_it_tells_us
     assert noted(config) is None
     with pytest.raises(DeclinedError, match="restart to use the pool"):
         name_weights(config, OPTIONS)
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_a_young_config_with_a_window_that_vllm_takes_out(tmp_path: Path, window: int) -> None:
+    """vLLM holds none where the file has a window of 0, and a server that was just deployed has a pool all the same;
+    any other window that vLLM does not hold was put there later."""
+    model = save_experts(tmp_path / "model", "qwen2_moe")
+    values = json.loads((model / "config.json").read_text())
+    assert values["sliding_window"] == 0
+    transfer = KVTransferConfig(
+        kv_connector="HeadwaterConnector", kv_connector_module_path="headwater.integrations.vllm", kv_role="kv_both"
+    )
+    config = EngineArgs(model=str(model), dtype="float32", kv_transfer_config=transfer).create_engine_config()
+    assert config.model_config.hf_config.sliding_window is None
+    assert noted(config) is not None
+    changed = values | {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    (model / "config.json").write_text(json.dumps(values if window == 0 else changed))
+    state = next(state for state in loaded_files(config).states() if state.name == "config.json")
+    assert before._is_held(state, config.model_config) == (window == 0)
 
 
 def test_a_config_that_is_replaced_between_the_look_at_it_and_the_note(

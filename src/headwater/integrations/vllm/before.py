@@ -80,6 +80,8 @@ def _is_held(state: FileState, model: Any) -> bool:
     meant = _as_json(type(model.hf_config).from_dict(dict(said)).to_dict())
     overrides = model.hf_overrides if isinstance(getattr(model, "hf_overrides", None), Mapping) else {}
     keys = (said.keys() | meant.keys() | held.keys()) - _NAMED_ELSEWHERE - overrides.keys()
+    if held.get("sliding_window", 0) is None and meant.get("sliding_window") == 0:
+        keys -= {"sliding_window"}  # vLLM takes a window of 0 out by itself
     return all(held.get(key) in (meant.get(key), said.get(key, meant.get(key))) for key in keys)
 
 
