@@ -56,6 +56,7 @@ class HistorySpace:
     """A space of the pool whose chunks are histories, some of them in a far tier. Forgets some at times."""
 
     lookup_s = 0.0
+    has_lower_tiers = True
     identity = SimpleNamespace(epoch=0)
 
     def __init__(self, chunk_tokens: int, rng: random.Random) -> None:

@@ -233,16 +233,93 @@ def test_blocks_that_another_request_computes_in_this_step_are_not_taken_before_
     assert spans(orders.during) == [(name, *span) for name in "ab" for span in ((0, 16), (16, 32), (32, 40))]
 
 
-def test_tokens_that_nobody_explains_are_not_saved_before_they_are_used(space: Space) -> None:
-    """Another connector may be loading them in this very step."""
+# ---- KV that another connector brought ----------------------------------------------------------------------------
+
+
+def bring(engine: Engine, request: Request, num_tokens: int, how: str) -> StepOrders:
+    """Another connector loads a request's first tokens, and the engine computes the rest."""
+    engine.start(request)
+    engine.side.allocated(request.name, request.blocks)
+    if how == "outside the batch":
+        orders = engine.step()
+        assert not orders.before + orders.during
+    request.num_computed = num_tokens
+    return engine.step((request, len(request.tokens) - num_tokens))
+
+
+BRINGS = pytest.mark.parametrize("how", ["in the step", "outside the batch"])
+
+
+@BRINGS
+def test_nothing_of_a_request_is_saved_once_another_connector_loaded_for_it(space: Space, how: str) -> None:
+    """What that one brought, and so what is computed from it, may be the KV of other weights."""
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    orders = [bring(engine, a, 32, how), *engine.steps(a, 2 * CHUNK)]
+    engine.side.preempted("a")
+    a.num_computed, a.is_new = 0, True
+    engine.start(a)
+    orders += [engine.step((a, len(a.tokens))), *engine.steps(a, 2)]
+    engine.side.finish("a", a.num_computed, a.blocks)
+    orders.append(engine.step())
+    assert not [span for order in orders for span in spans(order.before + order.during)]
+
+
+@BRINGS
+def test_a_request_that_is_over_before_it_ran_with_what_another_connector_loaded_is_not_saved(
+    space: Space, how: str
+) -> None:
     engine = Engine(space)
     a = engine.add("a", 40)
     engine.start(a)
-    a.num_computed = 32
-    orders = engine.step((a, 8))
-    assert not orders.before
-    assert not orders.during
-    assert spans(engine.step((a, 1)).before) == [("a", 0, 16), ("a", 16, 32), ("a", 32, 40)]
+    engine.side.allocated("a", a.blocks)
+    if how == "in the step":
+        a.num_computed = 32
+        engine.step((a, 8))
+    else:
+        engine.step()
+    engine.side.finish("a", 40, a.blocks)
+    assert not engine.step().before
+
+
+@BRINGS
+def test_nothing_is_saved_of_requests_that_share_what_another_connector_loaded(space: Space, how: str) -> None:
+    """Directly, or by way of a request that computed from it; in the same step, or when the first one is long over."""
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    b = engine.add("b", 64, blocks=a.blocks[:8])
+    c = engine.add("c", 80, blocks=b.blocks[:16])
+    bring(engine, a, 32, how)
+    engine.side.finish("a", a.num_computed, a.blocks)
+    engine.start(b, 32)
+    engine.start(c, 64)
+    orders = [engine.step((b, 32), (c, 16)), *engine.steps(b, 20)]
+    for request in (b, c):
+        engine.side.finish(request.name, request.num_computed, request.blocks)
+    orders.append(engine.step())
+    assert not [span for order in orders for span in spans(order.before + order.during)]
+
+
+@BRINGS
+def test_blocks_that_another_connector_filled_are_as_good_as_any_once_they_are_computed(space: Space, how: str) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    bring(engine, a, 32, how)
+    engine.side.finish("a", a.num_computed, a.blocks)
+    again = engine.add("again", 40, blocks=a.blocks)
+    engine.start(again)
+    assert spans(engine.step((again, 40)).during) == [("again", 0, 16), ("again", 16, 32), ("again", 32, 40)]
+    shares = engine.add("shares", 64, blocks=a.blocks[:8])
+    engine.start(shares, 32)
+    assert spans(engine.step((shares, 32)).during)[-1] == ("shares", 48, 64)
+
+
+def test_a_request_that_must_not_read_caches_is_saved_as_others_are(space: Space) -> None:
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    engine.side.match_nothing("a", 0)
+    engine.side.allocated("a", a.blocks)
+    assert spans(engine.step((a, 40)).during) == [("a", 0, 16), ("a", 16, 32), ("a", 32, 40)]
 
 
 # ---- loads that go along with a step ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from headwater.connector.config import AUTO, ConnectorConfig
 from headwater.connector.events import Listener, NoListener
 from headwater.connector.finder import Finder, LoadPlan
 from headwater.connector.orders import ASYNC, LAYERWISE, Job, LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.origins import Origins
 from headwater.connector.spoiled import Spoiled
 from headwater.connector.stats import SchedulerCounts, TransferStats
 from headwater.connector.tracker import BlockIds, Inputs, LostChunks, SaveProgress, Scheduled, Tracked
@@ -84,6 +85,7 @@ class SchedulerSide:
         """By id that is used again: the former owner, whose load has not ended."""
         self._is_clean = True
         """Whether the engine's own cache holds KV of this epoch alone."""
+        self._origins = Origins(block_size)
         self._uncertain = Uncertain()
         self._held: list[_Held] = []
         """Requests that are over, since the last step was ordered."""
@@ -155,6 +157,16 @@ class SchedulerSide:
             return mode
         others = (*self._tracked.values(), *self._former.values())
         return ASYNC if any(other.is_busy for other in others if other is not tracked) else LAYERWISE
+
+    def match_nothing(self, request_id: str, num_local: int) -> None:
+        """The engine has `num_local` tokens of a request itself, and it is to load nothing."""
+        tracked = self._tracked[request_id]
+        tracked.num_local = tracked.num_explained = num_local
+
+    def allocated(self, request_id: str, block_ids: BlockIds) -> None:
+        """A request got these blocks. If it is not in the next step, and loads nothing from here, another connector
+        loads into them."""
+        self._origins.allocated[request_id] = block_ids
 
     def start_load(self, request_id: str, block_ids: BlockIds) -> None:
         """Order the load of what was matched last, into these blocks: the request's, from its first token on.
@@ -231,6 +243,7 @@ class SchedulerSide:
         self._step += 1
         during: list[SaveOrder] = []
         self._drop_held()
+        self._origins.note(scheduled, self._tracked)
         if self._uncertain:
             self._uncertain.spread([item.block_ids for item in scheduled])
         for item in scheduled:
@@ -240,7 +253,7 @@ class SchedulerSide:
                 tracked.is_suspect = True
             if tracked.load is None:
                 self._finder.drop_fetch(tracked)  # it computes what it could have loaded
-                if not self.is_uncertain(item.block_ids) and item.num_computed <= tracked.num_explained:
+                if not self.is_uncertain(item.block_ids):
                     during += self._save_step(tracked, item)
             tracked.is_fresh = False
             tracked.num_computed = tracked.num_explained = item.num_computed + item.num_scheduled
@@ -344,8 +357,9 @@ class SchedulerSide:
             num_tokens = self._spoiled.num_right(tracked.block_ids, num_tokens)
         tracked.saves.looked(num_tokens)
         limit = tracked.saves.limit(num_tokens, ends=ends)
-        if limit <= tracked.saves.num_saved or tracked.inputs is None or not tracked.may_save or not self._config.saves:
+        if limit <= tracked.saves.num_saved or not self._may_save(tracked):
             return []
+        assert tracked.inputs is not None
         tracked.extend_keys(limit)
         chunks = tracked.saves.chunks(tracked.keys, limit)
         tracked.saves.num_saved = limit
@@ -357,6 +371,9 @@ class SchedulerSide:
         block_ids = np.array(tracked.block_ids, np.int32)
         tenant, adapter, _ = tracked.inputs
         return [SaveOrder(Job.of(tracked.request_id, chunks, block_ids), tenant, adapter)]
+
+    def _may_save(self, tracked: Tracked) -> bool:
+        return self._config.saves and tracked.inputs is not None and tracked.may_save and not tracked.is_foreign
 
     def _num_to_save(self, tracked: Tracked, num_computed: int) -> int:
         """Of the first `num_computed` tokens: those that can be named, and are wanted in the pool."""

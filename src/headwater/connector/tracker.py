@@ -176,6 +176,10 @@ class Tracked:
     """The engine has ended it, and its load has not ended yet."""
     is_suspect: bool = False
     """Some of its blocks are, or were, spoiled."""
+    is_foreign: bool = False
+    """Some of its KV came from another connector, or was computed from such: none of it has a name."""
+    num_noted: int = 0
+    """Blocks whose origin is noted."""
     may_load: bool = True
     may_save: bool = True
 

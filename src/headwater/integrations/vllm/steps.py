@@ -47,6 +47,7 @@ class Steps:
         outside the batch."""
         self.add(request)
         if request.skip_reading_prefix_cache:
+            self.side.match_nothing(request.request_id, num_computed)
             return 0, False
         plan = self.side.match(request.request_id, num_computed)
         if plan is None:
@@ -55,6 +56,7 @@ class Steps:
 
     def allocated(self, request: Any, block_ids: list[int], num_external: int) -> None:
         """Blocks for a request, `num_external` tokens of which are to be loaded."""
+        self.side.allocated(request.request_id, block_ids)
         if num_external:
             self.side.start_load(request.request_id, block_ids)
 
