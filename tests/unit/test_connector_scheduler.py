@@ -22,7 +22,7 @@ from headwater.connector.spoiled import Spoiled
 from headwater.connector.tracker import LOG_EVERY_S, RETRIES, RETRY_STEPS, Inputs, Scheduled
 from headwater.connector.uncertain import Uncertain
 from headwater.errors import StoreError
-from headwater.kv.hashing import ChunkRef
+from headwater.kv.hashing import ChunkRef, Extra
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import open_pool
 from headwater.pool.space import Space
@@ -69,13 +69,21 @@ class Engine:
         self.side = SchedulerSide(self.space, config, block_size=BLOCK, num_ranks=self.num_ranks, dummy_block=DUMMY)
         self.next_block = 0
 
-    def add(self, name: str, num_tokens: int, *, first: int = 1, blocks: Sequence[int] = ()) -> Request:
+    def add(
+        self,
+        name: str,
+        num_tokens: int,
+        *,
+        first: int = 1,
+        blocks: Sequence[int] = (),
+        inputs: Inputs | None = Inputs(),  # noqa: B008
+    ) -> Request:
         """A request; `blocks` are shared ones, which come first."""
         tokens = [*range(first, first + num_tokens)]
         more = -(-num_tokens // BLOCK) - len(blocks) + 8
         request = Request(name, tokens, [*blocks, *range(self.next_block, self.next_block + more)], num_tokens)
         self.next_block += more
-        self.side.add(name, tokens, num_tokens, Inputs())
+        self.side.add(name, tokens, num_tokens, inputs)
         return request
 
     def load(self, request: Request, num_local: int = 0) -> int:
@@ -131,11 +139,14 @@ def test_what_was_found_for_a_step_is_not_looked_for_again_in_it(space: Space, m
     """A prompt that the engine has itself, and the pool too, but for its last chunk: only that one is asked for, and
     saved. In a later step nothing is taken for granted."""
     engine = Engine(space)
+    first = engine.add("first", 3 * CHUNK)
+    engine.start(first)
+    engine.step((first, 3 * CHUNK))
     fill(space, 3 * CHUNK)
     asked = list[int]()
     exists = space.exists
     monkeypatch.setattr(type(space), "exists", lambda self, refs: asked.append(len(refs)) or exists(refs))
-    request = engine.add("a", 4 * CHUNK)
+    request = engine.add("a", 4 * CHUNK, blocks=first.blocks[: 3 * CHUNK // BLOCK])
     engine.start(request, num_local=3 * CHUNK)
     assert spans(engine.step((request, CHUNK)).during) == [("a", 3 * CHUNK, 4 * CHUNK)]
     assert asked == [1]
@@ -320,6 +331,47 @@ def test_a_request_that_must_not_read_caches_is_saved_as_others_are(space: Space
     engine.side.match_nothing("a", 0)
     engine.side.allocated("a", a.blocks)
     assert spans(engine.step((a, 40)).during) == [("a", 0, 16), ("a", 16, 32), ("a", 32, 40)]
+
+
+# ---- KV that an engine's prefix cache takes for a request's -------------------------------------------------------
+
+IMAGE, OTHER_IMAGE, LATER_IMAGE = (Extra("mm.image", bytes([n]) * 32, at, 4) for n, at in ((1, 8), (2, 8), (3, 44)))
+EMBEDS = [Extra("embeds", bytes([n]) * 32, 0, 40) for n in (1, 2)]
+ADAPTERS = [Inputs(adapter=bytes([n]) * 32) for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_saved"),
+    [
+        pytest.param(Inputs(extras=(EMBEDS[0],)), Inputs(extras=(EMBEDS[1],)), False, id="other embeddings"),
+        pytest.param(Inputs(extras=(IMAGE,)), Inputs(extras=(OTHER_IMAGE,)), False, id="another image"),
+        pytest.param(Inputs(extras=(IMAGE,)), Inputs(), False, id="no image"),
+        pytest.param(*ADAPTERS, False, id="another adapter"),
+        pytest.param(Inputs(), Inputs(tenant=b"salt"), False, id="another salt"),
+        pytest.param(None, Inputs(), False, id="inputs without a name"),
+        pytest.param(ADAPTERS[0], Inputs(adapter=bytes([1]) * 32), True, id="the same adapter"),
+        pytest.param(Inputs(extras=(IMAGE,)), Inputs(extras=(LATER_IMAGE, IMAGE)), True, id="a later image"),
+    ],
+)
+def test_a_request_saves_what_it_shares_only_if_that_was_computed_from_its_own_inputs(
+    space: Space, first: Inputs | None, second: Inputs, is_saved: bool
+) -> None:
+    """An engine's prefix cache may not tell two inputs apart that chunk keys tell apart."""
+    engine = Engine(space)
+    a = engine.add("a", 40, inputs=first)
+    engine.start(a)
+    engine.step((a, 40))
+    engine.side.finish("a", a.num_computed, a.blocks)
+    b = engine.add("b", 64, blocks=a.blocks[:8], inputs=second)
+    engine.start(b, 32)
+    orders = [engine.step((b, 32)), *engine.steps(b, 2 * CHUNK)]
+    engine.side.finish("b", b.num_computed, b.blocks)
+    orders.append(engine.step())
+    found = [span for order in orders for span in spans(order.before + order.during) if span[0] == "b"]
+    assert found[:2] == ([("b", 0, 16), ("b", 16, 32)] if is_saved else [])
+    alone = engine.add("alone", 64, blocks=b.blocks, inputs=second)
+    engine.start(alone)
+    assert spans(engine.step((alone, 64)).during)[-1] == ("alone", 48, 64), "computed by itself, it is saved"
 
 
 # ---- loads that go along with a step ------------------------------------------------------------------------------

@@ -232,8 +232,9 @@ class SchedulerSide:
         self._space = space
         self._is_clean = is_clean
         self._before.clear()
+        self._origins.clear()
         for tracked in self._tracked.values():
-            tracked.may_save = tracked.may_load = False
+            tracked.may_load, tracked.is_foreign = False, True
             if tracked.load is None:
                 self._finder.drop_fetch(tracked)
 
@@ -373,7 +374,7 @@ class SchedulerSide:
         return [SaveOrder(Job.of(tracked.request_id, chunks, block_ids), tenant, adapter)]
 
     def _may_save(self, tracked: Tracked) -> bool:
-        return self._config.saves and tracked.inputs is not None and tracked.may_save and not tracked.is_foreign
+        return self._config.saves and tracked.inputs is not None and not tracked.is_foreign
 
     def _num_to_save(self, tracked: Tracked, num_computed: int) -> int:
         """Of the first `num_computed` tokens: those that can be named, and are wanted in the pool."""

@@ -177,11 +177,10 @@ class Tracked:
     is_suspect: bool = False
     """Some of its blocks are, or were, spoiled."""
     is_foreign: bool = False
-    """Some of its KV came from another connector, or was computed from such: none of it has a name."""
+    """Some of its KV came from elsewhere, or was computed from such (see `origins`): nothing of it is saved."""
     num_noted: int = 0
     """Blocks whose origin is noted."""
     may_load: bool = True
-    may_save: bool = True
 
     @property
     def is_busy(self) -> bool:
