@@ -7,6 +7,7 @@ is refused when the config is built, not approximated.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -85,6 +86,14 @@ class ModelConfig:
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ModelError(f"end-of-sequence token {token_id} is outside the vocabulary of {self.vocab_size}")
+
+    @classmethod
+    def from_fields(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """The config that `dataclasses.asdict` was asked about, also after a journey as JSON."""
+        rope = dict(values["rope"])
+        if rope["freq_factors"] is not None:
+            rope["freq_factors"] = tuple(rope["freq_factors"])
+        return cls(**{**values, "rope": RopeConfig(**rope), "eos_token_ids": tuple(values["eos_token_ids"])})
 
     @property
     def scale(self) -> float:
