@@ -102,20 +102,28 @@ FAMILIES: dict[str, SearchFamily] = {
     for family in (
         *_dense(),
         SearchFamily("mistral", "mistral", ("mistral.py", "llama.py"), {"sliding_window": 24}),
-        SearchFamily("mixtral", "mixtral", ("mixtral.py",), {"num_local_experts": 8, "sliding_window": None}),
+        SearchFamily("mixtral", "mixtral", ("mixtral.py",), {"num_local_experts": 8, "sliding_window": None}, True),
         SearchFamily(
             "qwen2_moe",
             "qwen2_moe",
             ("qwen2_moe.py",),
             EXPERTS | {"shared_expert_intermediate_size": 64, "hidden_size": 128},
+            has_reference=True,
         ),
-        SearchFamily("qwen3_moe", "qwen3_moe", ("qwen3_moe.py",), EXPERTS),
-        SearchFamily("olmoe", "olmoe", ("olmoe.py",), {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 128}),
+        SearchFamily("qwen3_moe", "qwen3_moe", ("qwen3_moe.py",), EXPERTS, has_reference=True),
+        SearchFamily(
+            "olmoe",
+            "olmoe",
+            ("olmoe.py",),
+            {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 128},
+            has_reference=True,
+        ),
         SearchFamily(
             "glm4_moe",
             "glm4_moe",
             ("glm4_moe.py",),
             EXPERTS | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "use_qk_norm": True},
+            has_reference=True,
         ),
         SearchFamily(
             "deepseek_v2",

@@ -21,7 +21,23 @@ SHAPES: dict[str, dict[str, int]] = {
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64},
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64},
 }
+_WIDE: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "num_experts_per_tok": 3,
+}
+_EXPERTS = _WIDE | {"moe_intermediate_size": 36}
+_GROUPS = {"n_routed_experts": 12, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+EXPERT_SHAPES: dict[str, dict[str, Any]] = {
+    "mixtral": _WIDE | {"num_local_experts": 8, "intermediate_size": 36},
+    "qwen2_moe": _EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 44, "mlp_only_layers": [0]},
+    "qwen3_moe": _EXPERTS | {"num_experts": 8, "norm_topk_prob": True, "head_dim": 24},
+    "olmoe": _WIDE | {"num_experts": 8, "intermediate_size": 36},
+    "glm4_moe": _EXPERTS | _GROUPS | {"head_dim": 32, "use_qk_norm": True, "first_k_dense_replace": 1},
+}
 TP_SIZES = {"smollm2": (1, 3), "llama": (1, 2, 3), "qwen2": (1, 2, 4), "qwen3": (1, 2, 4)}
+TP_SIZES |= dict.fromkeys(EXPERT_SHAPES, (1, 2))
 
 
 def save_random_checkpoint(family: str, directory: Path, seed: int = 0, **overrides: Any) -> Path:
@@ -37,22 +53,23 @@ def save_random_checkpoint(family: str, directory: Path, seed: int = 0, **overri
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
-        "tie_word_embeddings": family != "llama",
-        **SHAPES[family],
+        "tie_word_embeddings": family in ("qwen2", "qwen3"),
+        **(SHAPES | EXPERT_SHAPES)[family],
     }
     if family == "qwen3":
         common["head_dim"] = 16
     common |= overrides
-    config_class, model_class = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    }[family]
     torch.manual_seed(seed)
-    model = model_class(config_class(**common)).float()
+    config = transformers.AutoConfig.for_model(family, **common)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):  # transformers starts them at zero, which would hide them
             torch.nn.init.normal_(parameter, std=0.1)
+        elif family in EXPERT_SHAPES and "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
     model.save_pretrained(directory, safe_serialization=True)
     return directory
 

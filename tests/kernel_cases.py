@@ -6,12 +6,13 @@ Everything that a kernel must not read (unused pages, the tail of a last page, t
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from headwater.kernels.attention import AttentionBatch
+from headwater.kernels.attention import AttentionBackend, AttentionBatch
+from headwater.kernels.rope import RopeOrder
 
 PAGE_SIZES = (1, 3, 16, 48)
 HEAD_DIMS = (8, 16, 64, 80, 128)
@@ -112,6 +113,47 @@ class AttentionCase:
         return self.shape.dim**-0.5
 
 
+@dataclass
+class LatentCase:
+    """Arguments of `run_latent`: the planes of one layer, and queries that are slices of something wider."""
+
+    shape: AttentionShape
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    rope: int = 16
+    empty: tuple[int, ...] = ()
+    """Requests of whose tokens nothing is here, as on a rank that holds others."""
+
+    def __post_init__(self) -> None:
+        shape = replace(self.shape, kv_heads=1, v_dim=self.rope)
+        whole = AttentionCase(shape, device=self.device, dtype=self.dtype)
+        self.latent_pages, self.rope_pages = whole.k_pages, whole.v_pages
+        self.q_latent = whole.q
+        fused = torch.full((len(whole.q), shape.group, 5 + self.rope), float("nan"), dtype=self.dtype)
+        fused[..., 5:] = torch.randn(len(whole.q), shape.group, self.rope)
+        self.q_rope = fused.to(self.device)[..., 5:]
+        kv_lens = tuple(0 if i in self.empty else n for i, n in enumerate(whole.batch.kv_lens_cpu))
+        held = torch.tensor(kv_lens, dtype=torch.int32, device=self.device)
+        self.batch = replace(whole.batch, kv_lens=held, kv_lens_cpu=kv_lens)
+        self.scale = 1.3 * (shape.dim + self.rope) ** -0.5
+
+    def run(self, backend: AttentionBackend) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        lse = torch.full(self.q_latent.shape[:2], float("nan"), dtype=torch.float32, device=self.device)
+        args = (self.q_latent, self.q_rope, self.latent_pages, self.rope_pages)
+        return backend.run_latent(*args, backend.plan(self.batch), self.scale, lse), lse
+
+
+def random_latent_case(
+    rng: random.Random, *, device: str = "cpu", dtype: torch.dtype = torch.float32, max_prefix: int = 100
+) -> LatentCase:
+    """A mixed batch over latents, some requests without a token here."""
+    shape = random_shape(rng, max_query=12, max_prefix=max_prefix)
+    shape = replace(shape, group=rng.choice((1, 4, 5, 16, 40)), dim=rng.choice((16, 24, 64)))
+    empty = tuple(i for i in range(len(shape.query_lens)) if rng.random() < 0.2)
+    return LatentCase(shape, device=device, dtype=dtype, rope=rng.choice((8, 16, 24)), empty=empty)
+
+
 def random_shape(
     rng: random.Random, *, max_requests: int = 4, max_query: int = 40, max_prefix: int = 100
 ) -> AttentionShape:
@@ -146,6 +188,9 @@ class RopeCase:
     seed: int
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    width: int | None = None
+    """How much of the head is rotated; all of it if None."""
+    order: RopeOrder = "halves"
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -153,7 +198,7 @@ class RopeCase:
         fused = torch.randn(self.rows, heads, self.dim, device=self.device).to(self.dtype)
         self.q, self.k, self.v = fused.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         max_len = 50
-        angles = torch.rand(max_len, self.dim // 2) * 6
+        angles = torch.rand(max_len, (self.width or self.dim) // 2) * 6
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.device)
         self.positions = torch.randint(0, max_len, (self.rows,), device=self.device)
         num_pages = -(-self.rows // self.page_size) + 2
@@ -176,11 +221,14 @@ class RopeCase:
 
 def random_rope_case(rng: random.Random, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> RopeCase:
     """Any shape that a model might have, and odd ones."""
+    dim = rng.choice((*HEAD_DIMS, 2, 6))
     return RopeCase(
         rows=rng.choice((1, 2, 7, 33)),
         heads=rng.choice((1, 3, 8, 12)),
         kv_heads=rng.choice((1, 2, 3, 9)),
-        dim=rng.choice((*HEAD_DIMS, 2, 6)),
+        dim=dim,
+        width=rng.choice((None, 2 * rng.randint(1, dim // 2))),
+        order=rng.choice(("halves", "pairs")),
         page_size=rng.choice(PAGE_SIZES),
         layout=rng.choice(LAYOUTS),
         seed=rng.randrange(2**31),

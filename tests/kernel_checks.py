@@ -8,12 +8,14 @@ from __future__ import annotations
 import random
 
 import torch
+from torch import Tensor
 
 from headwater.kernels.activation import silu_and_mul_torch
 from headwater.kernels.activation_triton import silu_and_mul_triton
 from headwater.kernels.attention.reference import ReferenceAttention
 from headwater.kernels.attention.triton_backend import TritonAttention
 from headwater.kernels.attention.triton_decode import decode_attention, decode_config
+from headwater.kernels.attention.triton_latent import latent_attention, latent_config, tile_queries
 from headwater.kernels.attention.triton_prefill import prefill_attention, prefill_config
 from headwater.kernels.norm import add_rms_norm_torch, rms_norm_torch
 from headwater.kernels.norm_triton import add_rms_norm_triton, rms_norm_triton
@@ -25,8 +27,10 @@ from headwater.kernels.store_triton import store_kv_triton
 from kernel_cases import (
     AttentionCase,
     AttentionShape,
+    LatentCase,
     RopeCase,
     empty_pages,
+    random_latent_case,
     random_rope_case,
     random_shape,
     relative_error,
@@ -73,21 +77,24 @@ def check_rope(rng: random.Random, device: str, dtype: torch.dtype) -> None:
     """`apply_rope`, in place on slices of a fused product, whose other parts stay."""
     case = random_rope_case(rng, device=device, dtype=dtype)
     q, k, v = case.q.clone(), case.k.clone(), case.v.clone()
-    apply_rope_torch(q, k, case.cos_sin, case.positions)
-    apply_rope_triton(case.q, case.k, case.cos_sin, case.positions)
+    apply_rope_torch(q, k, case.cos_sin, case.positions, case.order)
+    apply_rope_triton(case.q, case.k, case.cos_sin, case.positions, case.order)
     assert relative_error(case.q, q) < tolerance(dtype)
     assert relative_error(case.k, k) < tolerance(dtype)
     assert torch.equal(case.v, v)
 
 
-def check_rope_and_store(rng: random.Random, device: str, dtype: torch.dtype) -> None:
+def check_rope_and_store(
+    rng: random.Random, device: str, dtype: torch.dtype, *, case: RopeCase | None = None, norms: bool | None = None
+) -> None:
     """`rope_and_store`, with and without the norms, against its composition."""
-    expected = random_rope_case(rng, device=device, dtype=dtype)
+    expected = case or random_rope_case(rng, device=device, dtype=dtype)
     got = RopeCase(**{name: getattr(expected, name) for name in RopeCase.__dataclass_fields__})
-    norms = rng.random() < 0.5
+    norms = rng.random() < 0.5 if norms is None else norms
     for function, case in ((rope_and_store_torch, expected), (rope_and_store_triton, got)):
+        args = (case.q, case.k, case.v, case.cos_sin, case.positions, case.k_pages, case.v_pages, case.slots)
         weights = (case.q_norm, case.k_norm, case.eps) if norms else ()
-        function(case.q, case.k, case.v, case.cos_sin, case.positions, case.k_pages, case.v_pages, case.slots, *weights)
+        function(*args, *weights, order=case.order)
     assert relative_error(got.q, expected.q) < tolerance(dtype)
     for plane, expected_plane in ((got.k_pages, expected.k_pages), (got.v_pages, expected.v_pages)):
         untouched = expected_plane.isnan()
@@ -165,6 +172,60 @@ def check_prefill_splits(
     assert relative_error(out[n:], expected[n:]) < tolerance(dtype), case.shape
 
 
+def check_latent(
+    rng: random.Random, device: str, dtype: torch.dtype, *, case: LatentCase | None = None, max_prefix: int = 100
+) -> None:
+    """Latent attention of the whole backend on a mixed ragged batch, some requests of which hold nothing."""
+    case = case or random_latent_case(rng, device=device, dtype=dtype, max_prefix=max_prefix)
+    backend = TritonAttention(device, num_sms=rng.choice((1, 16, 132)))
+    got, lse = case.run(backend)
+    expected, expected_lse = case.run(ReferenceAttention())
+    assert got.is_contiguous()
+    assert relative_error(got, expected) < tolerance(dtype), case
+    assert_same_lse(lse, expected_lse, dtype)
+    args = (case.q_latent, case.q_rope, case.latent_pages, case.rope_pages)
+    assert torch.equal(backend.run_latent(*args, backend.plan(case.batch), case.scale), got)
+
+
+def check_latent_splits(rng: random.Random, device: str, dtype: torch.dtype) -> None:
+    """Decodes and chunks over latents, cut along the KV into spans of which some are empty."""
+    case = random_latent_case(rng, device=device, dtype=dtype, max_prefix=300)
+    expected, expected_lse = case.run(ReferenceAttention())
+    got, lse = torch.full_like(expected, 7.0), torch.full_like(expected_lse, 7.0)
+    batch, n = case.batch, case.batch.num_decodes
+    config = latent_config(dtype, case.shape.group, 64, shared_bytes=100 * 1024)
+    tiles = TritonAttention(device).plan(batch).prefill_tiles(tile_queries(case.shape.group, config))
+    parts = [(slice(0, n), None)] * (n > 0) + [(slice(n, len(got)), tiles)] * (n < batch.num_requests)
+    for rows, part_tiles in parts:
+        latent_attention(
+            case.q_latent[rows],
+            case.q_rope[rows],
+            case.latent_pages,
+            case.rope_pages,
+            got[rows],
+            lse[rows],
+            tiles=part_tiles,
+            row_base=rows.start,
+            query_starts=batch.query_starts,
+            kv_lens=batch.kv_lens,
+            page_table=batch.page_table,
+            scale=case.scale,
+            config=config,
+            num_splits=rng.choice((2, 5)),
+            min_split_tokens=rng.choice((1, 64)),
+        )
+    assert relative_error(got, expected) < tolerance(dtype), case
+    assert_same_lse(lse, expected_lse, dtype)
+
+
+def assert_same_lse(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """-inf in the same places, and equal elsewhere."""
+    seen = expected > float("-inf")
+    assert torch.equal(got > float("-inf"), seen)
+    assert not bool(got.isnan().any())
+    assert bool(((got - expected)[seen].abs() < (1e-4 if dtype == torch.float32 else 3e-2)).all())
+
+
 CHECKS = (
     check_norms,
     check_activation,
@@ -174,4 +235,6 @@ CHECKS = (
     check_attention,
     check_decode_splits,
     check_prefill_splits,
+    check_latent,
+    check_latent_splits,
 )

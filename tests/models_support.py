@@ -16,7 +16,7 @@ from headwater.models.checkpoint import open_checkpoint
 from headwater.models.config import ModelConfig
 from headwater.models.context import StepContext
 from headwater.models.decoder import Decoder, build_model
-from headwater.models.parallel import TensorParallel
+from headwater.models.parallel import Ranks, TensorParallel
 from headwater.models.weights import load_weights
 
 torch.set_num_threads(1)  # these models are so small that threads only wait for each other
@@ -37,13 +37,16 @@ def save_tiny(path: Path, family: str, **changes: Any) -> Any:
     """Save a random model of a family under `path` and return it; all its weights, norms and biases too, are random."""
     import transformers
 
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    name = "".join(part.capitalize() for part in family.split("_"))
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.3 if "norm" in key else 0.15)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     model.save_pretrained(path)
     return model
 
@@ -52,7 +55,7 @@ class StubCache:
     """Planes of zeros for the KV heads of one rank."""
 
     def __init__(self, config: ModelConfig, num_pages: int, num_kv_heads: int) -> None:
-        shape = (num_pages, PAGE_SIZE, num_kv_heads, config.head_dim)
+        shape = (num_pages, PAGE_SIZE, num_kv_heads, config.attention.head_dim)
         self._planes = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
 
     def planes(self, layer: int) -> tuple[Tensor, ...]:
@@ -63,7 +66,7 @@ def run_tokens(model: Decoder, token_ids: list[int], chunk: int | None = None) -
     """Logits of every position of one sequence, computed in chunks; its pages lie in reverse order."""
     total = len(token_ids)
     num_pages = -(-total // PAGE_SIZE)
-    cache = StubCache(model.config, num_pages, len(model.parallel.heads(model.config).kv))
+    cache = StubCache(model.config, num_pages, len(model.ranks.tp.heads(model.config).kv))
     pages = torch.arange(num_pages - 1, -1, -1)
     backend = ReferenceAttention()
     found = []
@@ -88,7 +91,7 @@ def run_tokens(model: Decoder, token_ids: list[int], chunk: int | None = None) -
 def load_model(path: Path | str, parallel: TensorParallel | None = None, **options: Any) -> Decoder:
     """Open, build and load."""
     checkpoint = open_checkpoint(path, **options)
-    model = build_model(checkpoint.config, parallel or TensorParallel())
+    model = build_model(checkpoint.config, Ranks(tp=parallel or TensorParallel()))
     load_weights(model, checkpoint)
     return model
 

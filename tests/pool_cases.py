@@ -38,15 +38,32 @@ def make_oracle(factory: pytest.TempPathFactory, **overrides: Any) -> Oracle:
             heads = 12 if kv_heads == 6 else 8
             shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 8 * heads}
             path = save_random_checkpoint("llama", factory.mktemp("model"), seed=kv_heads, **shape, **overrides)
-            rng = random.Random(kv_heads)
-            first = [rng.randrange(3, VOCAB) for _ in range(530)]
-            prompts = [first, [*first[:300], 5, 6, 7], [rng.randrange(3, VOCAB) for _ in range(270)]]
-            torch.set_num_threads(1)
-            model = load_transformers(path)
-            known[kv_heads] = path, [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
+            known[kv_heads] = path, _references(path, kv_heads)
         return known[kv_heads]
 
     return ask
+
+
+def make_family_oracle(factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Reference]]]:
+    """The same by family, in the shape that `engine_models` gives it."""
+    known: dict[str, tuple[Path, list[Reference]]] = {}
+
+    def ask(family: str) -> tuple[Path, list[Reference]]:
+        if family not in known:
+            path = save_random_checkpoint(family, factory.mktemp(family))
+            known[family] = path, _references(path, 7)
+        return known[family]
+
+    return ask
+
+
+def _references(path: Path, seed: int) -> list[Reference]:
+    rng = random.Random(seed)
+    first = [rng.randrange(3, VOCAB) for _ in range(530)]
+    prompts = [first, [*first[:300], 5, 6, 7], [rng.randrange(3, VOCAB) for _ in range(270)]]
+    torch.set_num_threads(1)
+    model = load_transformers(path)
+    return [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
 
 
 def small_config(path: Path, **settings: Any) -> EngineConfig:

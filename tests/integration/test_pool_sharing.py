@@ -7,7 +7,7 @@ import os
 import random
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,17 @@ from covering import Row, covering_array
 
 pytest.importorskip("transformers")
 
-from engine_models import VOCAB, Comparison, Reference, report_rows
-from pool_cases import GREEDY, NUM_TOKENS, Oracle, check_tokens, generate, make_oracle, small_config
+from engine_models import EXPERT_SHAPES, VOCAB, Comparison, Reference, report_rows
+from pool_cases import (
+    GREEDY,
+    NUM_TOKENS,
+    Oracle,
+    check_tokens,
+    generate,
+    make_family_oracle,
+    make_oracle,
+    small_config,
+)
 from support import WAIT_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -73,6 +82,15 @@ totals = Comparison()
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return make_oracle(tmp_path_factory)
+
+
+ExpertOracle = Callable[[str], tuple[Path, list[Reference]]]
+"""(checkpoint, references) by family."""
+
+
+@pytest.fixture(scope="module")
+def expert_oracle(tmp_path_factory: pytest.TempPathFactory) -> ExpertOracle:
+    return make_family_oracle(tmp_path_factory)
 
 
 @pytest.fixture
@@ -125,6 +143,43 @@ def test_same_tokens_whoever_computed_the_prefix(row: Row, oracle: Oracle, pool_
     finally:
         writer.close()
         reader.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "write_tp", "read_tp"),
+    [*((family, 1, 2) for family in EXPERT_SHAPES), ("mixtral", 2, 1), ("glm4_moe", 2, 1)],
+)
+def test_experts_on_other_numbers_of_ranks_share(
+    family: str, write_tp: int, read_tp: int, expert_oracle: ExpertOracle, pool_url: str
+) -> None:
+    """Both say what `transformers` says, and the second one computes no chunk again."""
+    path, references = expert_oracle(family)
+    with Engine(small_config(path, pool=pool_url, tensor_parallel_size=write_tp)) as writer:
+        got, cached = generate(writer, references)
+        check_tokens("writer", references, got, totals)
+        assert writer.drain_saves(WAIT_S)
+    with Engine(small_config(path, pool=pool_url, tensor_parallel_size=read_tp, page_size=32)) as reader:
+        got, cached = generate(reader, references)
+        check_tokens("reader", references, got, totals)
+        assert cached[0] >= 512, "two whole chunks of the first prompt are in the pool"
+        assert cached[2] >= 256
+
+
+def test_another_routing_rule_is_another_model(expert_oracle: ExpertOracle, tmp_path: Path, pool_url: str) -> None:
+    """The same bytes of weights, one expert fewer for each token: nothing of the pool fits."""
+    path, references = expert_oracle("mixtral")
+    with Engine(small_config(path, pool=pool_url)) as writer:
+        generate(writer, references[:1])
+        assert writer.drain_saves(WAIT_S)
+    other = tmp_path / "other"
+    shutil.copytree(path, other)
+    values = json.loads((other / "config.json").read_text())
+    values["num_experts_per_tok"] -= 1
+    (other / "config.json").write_text(json.dumps(values))
+    with Engine(small_config(other, pool=pool_url)) as reader:
+        got, cached = generate(reader, references[:1])
+        assert cached == [0]
+        assert got[0] != references[0].token_ids, "both say the same: this test tested nothing"
 
 
 @pytest.fixture(scope="module", autouse=True)

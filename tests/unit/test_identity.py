@@ -312,3 +312,16 @@ def test_a_setting_of_torch_that_takes_precision_has_another_name(
     plain = engine_identity(checkpoint, "float32", "auto").digest
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert engine_identity(checkpoint, "float32", "auto").digest != plain
+
+
+def test_a_router_of_less_precision_has_another_name_in_every_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts are chosen by products of float32, whatever the model's dtype: TF32 would choose others."""
+    for name in PRECISION_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    save_tiny(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    checkpoint = open_checkpoint(tmp_path)
+    plain = engine_identity(checkpoint, "bfloat16", "auto").digest
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert engine_identity(checkpoint, "bfloat16", "auto").digest != plain

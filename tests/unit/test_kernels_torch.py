@@ -74,14 +74,20 @@ def test_silu_and_mul_takes_the_gate_first():
 @settings(max_examples=15)
 def test_rope_turns_each_pair_by_its_angle(seed):
     case = random_rope_case(random.Random(seed))
-    half = case.dim // 2
+    width = case.width or case.dim
+    half = width // 2
+    halves = case.order == "halves"
+    first = slice(0, half) if halves else slice(0, width, 2)
+    second = slice(half, width) if halves else slice(1, width, 2)
     q, k, v = case.q.double(), case.k.double(), case.v.clone()
-    apply_rope(case.q, case.k, case.cos_sin, case.positions)
+    apply_rope(case.q, case.k, case.cos_sin, case.positions, case.order)
     table = case.cos_sin[case.positions].double()
     turn = torch.complex(table[:, :half], table[:, half:]).unsqueeze(1)
     for before, after in ((q, case.q), (k, case.k)):
-        turned = torch.complex(before[..., :half], before[..., half:]) * turn
-        assert close(after, torch.cat((turned.real, turned.imag), dim=-1), torch.float32)
+        turned = torch.complex(before[..., first], before[..., second]) * turn
+        assert close(after[..., first], turned.real, torch.float32)
+        assert close(after[..., second], turned.imag, torch.float32)
+        assert torch.equal(after[..., width:].double(), before[..., width:])
     assert torch.equal(case.v, v)
 
 
@@ -110,13 +116,12 @@ def test_store_writes_its_slots_and_nothing_else(seed):
 def test_rope_and_store_is_the_composition(seed, norms):
     case, plain = (random_rope_case(random.Random(seed)) for _ in range(2))
     weights = (case.q_norm, case.k_norm, case.eps) if norms else ()
-    rope_and_store(
-        case.q, case.k, case.v, case.cos_sin, case.positions, case.k_pages, case.v_pages, case.slots, *weights
-    )
+    args = (case.q, case.k, case.v, case.cos_sin, case.positions, case.k_pages, case.v_pages, case.slots)
+    rope_and_store(*args, *weights, order=case.order)
     q, k = plain.q, plain.k
     if norms:
         q, k = rms_norm(q, plain.q_norm, plain.eps), rms_norm(k, plain.k_norm, plain.eps)
-    apply_rope(q, k, plain.cos_sin, plain.positions)
+    apply_rope(q, k, plain.cos_sin, plain.positions, plain.order)
     store_kv(k, plain.v, plain.k_pages, plain.v_pages, plain.slots)
     assert torch.equal(case.q, q)
     for got, expected in ((case.k_pages, plain.k_pages), (case.v_pages, plain.v_pages)):
@@ -152,6 +157,8 @@ def test_bad_arguments_are_named():
         lambda: silu_and_mul(torch.ones(2, 7)),
         lambda: apply_rope(*rope, case.positions.int()),
         lambda: apply_rope(case.q, case.k, case.cos_sin.double(), case.positions),
+        lambda: apply_rope(case.q, case.k, case.cos_sin.repeat(1, case.dim), case.positions),
+        lambda: apply_rope(*rope, case.positions, "thirds"),
         lambda: store_kv(case.k, case.v, *pages, case.slots.int()),
         lambda: store_kv(case.k, case.v, case.k_pages.half(), case.v_pages, case.slots),
         lambda: rope_and_store(case.q, case.k, case.v, case.cos_sin, case.positions, *pages, case.slots, case.q_norm),

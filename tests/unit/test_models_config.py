@@ -12,8 +12,11 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from headwater.engine.identity import engine_identity
 from headwater.errors import MemoryBudgetError, ModelError
-from headwater.models.config import ModelConfig
+from headwater.kv.identity import canonical_settings
+from headwater.models.checkpoint.dummy import DummyCheckpoint
+from headwater.models.config import DenseConfig, GQAConfig, ModelConfig
 from headwater.models.config_gguf import config_from_gguf
 from headwater.models.config_hf import config_from_hf
 from headwater.models.config_keys import NULL_IS_ABSENT, ROPE_KEYS
@@ -66,11 +69,9 @@ def test_a_plain_config() -> None:
         family="llama",
         vocab_size=1000,
         hidden_size=64,
-        intermediate_size=128,
         num_layers=2,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=8,
+        attention=GQAConfig(num_heads=8, num_kv_heads=2, head_dim=8),
+        mlp=DenseConfig(intermediate_size=128),
         norm_eps=1e-5,
         rope=RopeConfig(dim=8, theta=500000.0),
         max_position_embeddings=4096,
@@ -108,15 +109,64 @@ def test_the_old_name_of_the_rope_type() -> None:
     assert config_from_hf(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope.kind == "linear"
 
 
+STORED: list[tuple[dict[str, Any], str, str]] = [
+    (
+        LLAMA | {"attention_bias": True, "mlp_bias": True, "eos_token_id": [5, 2]},
+        '{"family":"llama","head_dim":8.0,"hidden_size":64.0,"intermediate_size":128.0,"mlp_bias":true,'
+        '"norm_eps":1e-05,"num_heads":8.0,"num_kv_heads":2.0,"num_layers":2.0,"output_bias":true,"qk_norm":false,'
+        '"qkv_bias":true,"tie_embeddings":false,"vocab_size":1000.0}',
+        "5797957b449398dbbc92cfb9d8e3d8517edb4be2489b52f71bf7914fd4cc1532",
+    ),
+    (
+        QWEN | {"tie_word_embeddings": True},
+        '{"family":"qwen2","head_dim":8.0,"hidden_size":64.0,"intermediate_size":128.0,"mlp_bias":false,'
+        '"norm_eps":1e-05,"num_heads":8.0,"num_kv_heads":2.0,"num_layers":2.0,"output_bias":false,"qk_norm":false,'
+        '"qkv_bias":true,"tie_embeddings":true,"vocab_size":1000.0}',
+        "6a173d67cd06d573d19f321be7101d97212c3c0fee1c2b4520730b40ab9d9ffb",
+    ),
+    (
+        QWEN
+        | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "rope_scaling": ROPES["yarn"]},
+        '{"family":"qwen3","head_dim":16.0,"hidden_size":64.0,"intermediate_size":128.0,"mlp_bias":false,'
+        '"norm_eps":1e-05,"num_heads":8.0,"num_kv_heads":2.0,"num_layers":2.0,"output_bias":false,"qk_norm":true,'
+        '"qkv_bias":false,"tie_embeddings":false,"vocab_size":1000.0}',
+        "2ff19246909497b53f8fa72648a7812aeb8d6a82b0a33ed393727d1dfce686c1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "settings", "random_weights"), STORED, ids=["llama", "qwen2", "qwen3"])
+def test_kv_that_was_stored_keeps_its_name(values: dict[str, Any], settings: str, random_weights: str) -> None:
+    config = config_from_hf(values)
+    assert canonical_settings(config.settings) == settings
+    made = DummyCheckpoint(config, Path("x"), "x")
+    assert engine_identity(made, "float32", "dummy").digest.hex() == random_weights
+
+
 def test_families_differ_where_they_should() -> None:
     qwen2 = config_from_hf(QWEN | {"use_sliding_window": False, "sliding_window": 4096})
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, False, 8)
+    assert (
+        qwen2.attention.qkv_bias,
+        qwen2.attention.output_bias,
+        qwen2.attention.qk_norm,
+        qwen2.attention.head_dim,
+    ) == (True, False, False, 8)
     qwen3 = config_from_hf(
         QWEN | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": True}
     )
-    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm, qwen3.head_dim) == (True, True, True, 128)
+    assert (
+        qwen3.attention.qkv_bias,
+        qwen3.attention.output_bias,
+        qwen3.attention.qk_norm,
+        qwen3.attention.head_dim,
+    ) == (True, True, True, 128)
     llama = config_from_hf(LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 24})
-    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias, llama.head_dim) == (True, True, True, 24)
+    assert (llama.attention.qkv_bias, llama.attention.output_bias, llama.mlp.mlp_bias, llama.attention.head_dim) == (
+        True,
+        True,
+        True,
+        24,
+    )
 
 
 @pytest.mark.parametrize(
@@ -352,8 +402,8 @@ def test_gguf_metadata() -> None:
     same = {"eos_token_id": [2, 9], "tie_word_embeddings": True, "torch_dtype": "Q8_0"}
     assert from_gguf() == config_from_hf(LLAMA | same)
     assert not from_gguf(("output.weight",)).tie_embeddings
-    assert from_gguf(("blk.0.attn_q.bias",)).qkv_bias
-    assert from_gguf(llama__attention__head_count_kv=[2, 2]).num_kv_heads == 2
+    assert from_gguf(("blk.0.attn_q.bias",)).attention.qkv_bias
+    assert from_gguf(llama__attention__head_count_kv=[2, 2]).attention.num_kv_heads == 2
 
 
 def test_gguf_rope() -> None:
@@ -399,10 +449,16 @@ def test_gguf_that_cannot_be_run(changes: dict[str, Any], what: str) -> None:
         from_gguf(**changes)
 
 
+@pytest.mark.parametrize("name", ["qwen2moe", "qwen3moe", "olmoe", "glm4moe", "deepseek2", "mixtral", "qwen3_moe"])
+def test_gguf_with_experts_is_refused_whatever_it_is_called(name: str) -> None:
+    with pytest.raises(ModelError, match=f"{name}.*experts are read from safetensors only"):
+        from_gguf(general__architecture=name)
+
+
 def test_a_config_that_transformers_saved(tmp_path: Path) -> None:
     transformers.Qwen3Config(num_hidden_layers=2, vocab_size=500, head_dim=32).save_pretrained(tmp_path)
     config = config_from_hf(json.loads((tmp_path / "config.json").read_text()))
-    assert (config.family, config.head_dim, config.num_layers) == ("qwen3", 32, 2)
+    assert (config.family, config.attention.head_dim, config.num_layers) == ("qwen3", 32, 2)
 
 
 @pytest.mark.parametrize("freq_factors", [None, (1.0, 0.1, 1 / 3, 2.0)])

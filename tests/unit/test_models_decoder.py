@@ -9,7 +9,7 @@ import torch
 from headwater.errors import ModelError, TopologyError
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.decoder import Decoder, build_model
-from headwater.models.parallel import TensorParallel
+from headwater.models.parallel import ParallelGroup, Ranks, TensorParallel
 from headwater.models.weights import load_weights
 
 from models_support import load_model, run_ranks, run_tokens, save_tiny
@@ -61,7 +61,7 @@ def test_logits_are_those_of_transformers(tiny: tuple[Path, Any]) -> None:
 def test_ranks_together_are_one_model(tiny: tuple[Path, Any], size: int) -> None:
     path, expected = tiny
     config = open_checkpoint(path).config
-    if config.num_kv_heads % size and size % config.num_kv_heads:
+    if config.attention.num_kv_heads % size and size % config.attention.num_kv_heads:
         with pytest.raises(TopologyError, match=f"tp={size}"):
             load_model(path, TensorParallel(0, size, NO_GROUP))
         return
@@ -87,6 +87,12 @@ def test_shares_cover_every_width_once() -> None:
             shares = [TensorParallel(rank, size, NO_GROUP).share(total) for rank in range(size)]
             assert [i for share in shares for i in share] == list(range(total))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_groups_that_the_engine_does_not_have_are_refused() -> None:
+    for name in ("ep", "dcp", "pcp"):
+        with pytest.raises(ModelError, match=f"{name} has 2 ranks"):
+            Ranks(**{name: ParallelGroup(0, 2, NO_GROUP)})
 
 
 def test_dynamic_rope_only_within_its_trained_length(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def qwen3_twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE, which the reference engine does not run."""
+    """A random Qwen3-MoE that the reference engine does not run: its config has a key that only forks know."""
     return save_moe(tmp_path_factory.mktemp("models") / "moe")
 
 

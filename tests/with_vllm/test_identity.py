@@ -20,6 +20,10 @@ from headwater.integrations.vllm.identity import server_identity, writer_group
 from headwater.integrations.vllm.options import read_options
 from headwater.integrations.vllm.weights import name_weights
 from headwater.models.checkpoint import open_checkpoint
+from headwater.models.config import FAMILIES
+from headwater.models.config_experts import EXPERTS
+
+from vllm_models import save_experts
 
 OPTIONS = read_options({}, "kv_both")
 
@@ -51,6 +55,16 @@ def identity(config: Any, options: Any = OPTIONS) -> bytes:
 def test_it_is_the_reference_engines(name: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(name)
     assert identity(config_of(path)) == engine_identity(open_checkpoint(path), "float32", "auto").digest
+
+
+@pytest.mark.parametrize("family", [name for name in EXPERTS if name in FAMILIES])
+def test_it_is_the_reference_engines_with_experts(family: str, tmp_path: Path) -> None:
+    path = save_experts(tmp_path / "model", family)
+    name = identity(config_of(path))
+    assert name == engine_identity(open_checkpoint(path), "float32", "auto").digest
+    values = json.loads((path / "config.json").read_text())
+    other = changed(path, tmp_path / "other", num_experts_per_tok=values["num_experts_per_tok"] - 1)
+    assert identity(config_of(other)) == engine_identity(open_checkpoint(other), "float32", "auto").digest != name
 
 
 def online(**settings: Any) -> Any:

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from headwater.bench.vllm_engine import SRC, EngineProcess, engine
+from headwater.models.config import FAMILIES
+from headwater.models.config_experts import EXPERTS
 
 from pool_waits import wait_saved
-from vllm_models import hit_tokens, random_tokens, settings_of, wait_for_hits
+from vllm_models import hit_tokens, random_tokens, save_experts, settings_of, wait_for_hits
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
@@ -141,6 +143,28 @@ def test_the_reference_engine_and_vllm_share(
         assert cold["external"] == 0
         wait_for_hits(pool_url, [theirs])
         check_salts_are_shared(model, pool_url, running)
+    again = reference(model, pool_url, [theirs])
+    assert again["cached"] == [hit_tokens(theirs)], "what vLLM wrote was not found"
+    assert again["tokens"] == cold["tokens"]
+
+
+@pytest.mark.parametrize("family", [name for name in EXPERTS if name in FAMILIES])
+def test_the_reference_engine_and_vllm_share_models_with_experts(
+    family: str, tmp_path: Path, pool_url: str, log_file: Path
+) -> None:
+    """Both ways, from one rank to two and back, with the routing of each family."""
+    model = save_experts(tmp_path / family, family, vocab_size=512)
+    seed = 600 + 10 * list(EXPERTS).index(family)
+    ours, theirs = random_tokens(seed, 600), random_tokens(seed + 1, 530)
+    first = reference(model, pool_url, [ours])
+    assert first["cached"] == [0]
+    with engine(log_file, settings_of(model, pool_url, tp=2)) as running:
+        hit = running.ask("generate", prompts=[ours], max_tokens=NUM_NEW)
+        assert hit["external"] == hit_tokens(ours), "what the reference engine wrote was not found"
+        assert hit["tokens"] == first["tokens"]
+        cold = running.ask("generate", prompts=[theirs], max_tokens=NUM_NEW)
+        assert cold["external"] == 0
+        wait_for_hits(pool_url, [theirs])
     again = reference(model, pool_url, [theirs])
     assert again["cached"] == [hit_tokens(theirs)], "what vLLM wrote was not found"
     assert again["tokens"] == cold["tokens"]

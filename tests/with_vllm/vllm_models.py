@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from config_search import FAMILIES as SEARCH_FAMILIES
 from headwater.bench import vllm_engine
 from headwater.bench.vllm_engine import EngineProcess
 
@@ -42,13 +44,35 @@ def save_qwen3(directory: Path, seed: int, **changes: Any) -> Path:
 
 
 def save_moe(directory: Path) -> Path:
-    """A small random Qwen3-MoE."""
+    """A small random Qwen3-MoE with a key that the reference engine does not know, and so refuses."""
     import torch
     import transformers
 
     torch.manual_seed(3)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**{**QWEN3, **experts})).float()
+    model.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"key_of_a_fork": True}))
+    return directory
+
+
+def save_experts(directory: Path, family: str, **changes: Any) -> Path:
+    """A small random model of a family with experts, in which routing decides about tokens."""
+    import torch
+    import transformers
+
+    searched = SEARCH_FAMILIES[family]
+    torch.manual_seed(3)
+    values = searched.config | {"max_position_embeddings": 4096, "initializer_range": 0.15} | changes
+    config = transformers.AutoConfig.for_model(searched.model_type, **values)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name:
+                tensor.add_(torch.randn_like(tensor), alpha=0.2)
+            elif name.endswith("e_score_correction_bias"):
+                tensor.normal_(0.0, 0.3)
     model.save_pretrained(directory)
     return directory
 

@@ -69,21 +69,23 @@ class GpuBench:
 
 def step_bytes(config: ModelConfig, batch_size: int, context: float, itemsize: int) -> float:
     """Bytes that one step of decoding has to read: all weights but the embedding table, and the KV of the context."""
-    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * batch_size
+    shape = config.attention
+    kv = 2 * config.num_layers * shape.num_kv_heads * shape.head_dim * context * batch_size
     return (layer_params(config) + _head_params(config) + kv) * itemsize
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
     """Arithmetic of one prompt: the layers for every token, causal attention, the output matrix for the last token."""
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens * (num_tokens + 1) / 2
+    shape = config.attention
+    attention = 4 * config.num_layers * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1) / 2
     return 2 * layer_params(config) * num_tokens + attention + 2 * _head_params(config)
 
 
 def layer_params(config: ModelConfig) -> int:
     """Parameters of all layers, the few of norms and biases left out."""
-    hidden, dim = config.hidden_size, config.head_dim
-    attention = hidden * dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    return config.num_layers * (attention + 3 * hidden * config.intermediate_size)
+    hidden = config.hidden_size
+    attention = config.num_layers * config.attention.num_parameters(hidden)
+    return attention + sum(config.mlp_of(layer).num_parameters(hidden) for layer in range(config.num_layers))
 
 
 def _head_params(config: ModelConfig) -> int:

@@ -20,7 +20,6 @@ from headwater.bench.ttft_side import Side, Unique, measure_no_reuse, random_pro
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.errors import EngineError
-from headwater.kv.spec import KVSpec
 from headwater.models.checkpoint import Checkpoint
 from headwater.stores.embedded import destroy
 from headwater.stores.url import parse_url
@@ -55,9 +54,7 @@ class CpuBench:
 def bench_cpu(bench: CpuBench, checkpoint: Checkpoint, note: Note) -> dict[str, Any]:
     """Both figures; plain data for JSON. Takes minutes, and the memory of four copies of the weights."""
     model = checkpoint.config
-    spec = KVSpec.gqa(
-        num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype="float32"
-    )
+    spec = model.kv_spec("float32")
     url = f"shm:///headwater-bench-{secrets.token_hex(6)}"
     capacity = (bench.num_prompts + 1) * spec.extent_bytes(bench.prompt_tokens + EXTRA_TOKENS) + (64 << 20)
     config = EngineConfig(

@@ -11,6 +11,7 @@ from typing import Any
 from headwater.errors import ModelError, WeightsChangedError
 from headwater.kv.identity import Identity, canonical_rope, canonical_settings
 from headwater.models.checkpoint import Checkpoint
+from headwater.models.config import ModelConfig
 
 PRECISION_VARIABLES: tuple[str, ...] = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 PRECISION_VARIABLES += ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
@@ -27,9 +28,11 @@ def engine_identity(checkpoint: Checkpoint, dtype: str, load_format: str, device
     that made them: generators of different devices give different numbers.
     """
     rope = canonical_rope(json.loads(json.dumps(asdict(checkpoint.config.rope))))
-    settings = canonical_settings({**checkpoint.config.settings, **_precision(dtype)})
+    settings = canonical_settings({**checkpoint.config.settings, **_precision(checkpoint.config, dtype)})
     if load_format == "dummy":
-        config = json.dumps(asdict(checkpoint.config), sort_keys=True, default=str)
+        config = json.dumps(
+            checkpoint.config.flat() | {"rope": asdict(checkpoint.config.rope)}, sort_keys=True, default=str
+        )
         made_on = f"headwater random weights v2\0{device_kind}\0{config}"
         weights = f"sha256:{hashlib.sha256(made_on.encode()).hexdigest()}"
         return Identity(
@@ -50,10 +53,12 @@ def engine_identity(checkpoint: Checkpoint, dtype: str, load_format: str, device
     )
 
 
-def _precision(dtype: str) -> dict[str, Any]:
-    """What lets products of float32 be rounded to less: variables of CUDA, oneDNN and torch, or a setting of torch."""
+def _precision(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """What lets products of float32 be rounded to less: variables of CUDA, oneDNN and torch, or a setting of torch.
+    A router's products are float32 in every dtype, and close scores decide."""
     import torch
 
     is_set = any(os.environ.get(name, "0").upper() not in ("", "0", "STRICT") for name in PRECISION_VARIABLES)
     is_reduced = is_set or torch.get_float32_matmul_precision() != "highest"
-    return {"float32_products": "reduced"} if dtype == "float32" and is_reduced else {}
+    has_any = dtype == "float32" or config.sparse is not None
+    return {"float32_products": "reduced"} if has_any and is_reduced else {}

@@ -31,7 +31,7 @@ from headwater.kv.topology import Topology
 from headwater.models.checkpoint import Checkpoint
 from headwater.models.context import NO_HOOKS, StepContext
 from headwater.models.decoder import build_model
-from headwater.models.parallel import TensorParallel
+from headwater.models.parallel import Ranks, TensorParallel
 from headwater.models.weights import load_weights
 from headwater.pool.space import Space
 from headwater.transfer.streams import switch_threads_often
@@ -71,7 +71,7 @@ class Runner:
         free_before = free_memory(self.device)
         self.model = build_model(
             checkpoint.config,
-            parallel,
+            Ranks(tp=parallel),
             dtype=TORCH_DTYPES[placement.dtype],
             device=self.device,
             max_len=config.max_model_len,

@@ -1,1 +1,2 @@
-"""Models and their weights: Llama, Qwen2 and Qwen3 from Hugging Face checkpoints and GGUF files."""
+"""Models and their weights: Llama, Qwen, Mixtral, OLMoE and GLM from Hugging Face checkpoints, and Llama and Qwen from
+GGUF files, too."""

@@ -7,34 +7,34 @@ from torch import Tensor
 from headwater.kernels.rope import rope_and_store
 from headwater.models.config import ModelConfig
 from headwater.models.context import StepContext
-from headwater.models.layers import FusedLinear, Placement, RMSNorm, RowLinear, Rows, Targets
+from headwater.models.layers import FusedLinear, Placement, RMSNorm, RowLinear, Rows, Targets, WidthNorm
 
 
 class GroupedQueryAttention:
     """One layer's attention; writes the step's KV into the cache and reads all of it back through the backend."""
 
     def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
-        heads = place.parallel.heads(config)
-        dim = config.head_dim
+        shape = config.attention
+        heads = place.ranks.tp.heads(config)
+        dim = shape.head_dim
         self._layer = layer
-        self._scale = config.scale
+        self._scale = shape.scale
         self._num_heads, self._num_kv_heads, self._dim = len(heads.query), len(heads.kv), dim
         kv_part = _scaled(heads.kv, dim)
+        total, total_kv = shape.num_heads * dim, shape.num_kv_heads * dim
+        part = _scaled(heads.query, dim)
         self.qkv = FusedLinear(
             config.hidden_size,
-            (
-                Rows("q_proj", config.num_heads * dim, _scaled(heads.query, dim)),
-                Rows("k_proj", config.num_kv_heads * dim, kv_part),
-                Rows("v_proj", config.num_kv_heads * dim, kv_part),
-            ),
-            bias=config.qkv_bias,
+            (Rows("q_proj", total, part), Rows("k_proj", total_kv, kv_part), Rows("v_proj", total_kv, kv_part)),
+            bias=shape.qkv_bias,
             place=place,
         )
-        total = config.num_heads * dim
-        part = _scaled(heads.query, dim)
-        self.output = RowLinear(total, part, config.hidden_size, bias=config.output_bias, place=place)
-        self.q_norm = RMSNorm(dim, config.norm_eps, place) if config.qk_norm else None
-        self.k_norm = RMSNorm(dim, config.norm_eps, place) if config.qk_norm else None
+        self.output = RowLinear(total, part, config.hidden_size, bias=shape.output_bias, place=place)
+        has_norms = shape.qk_norm and not shape.norms_whole_width
+        self.q_norm = RMSNorm(dim, config.norm_eps, place) if has_norms else None
+        self.k_norm = RMSNorm(dim, config.norm_eps, place) if has_norms else None
+        widths = (Rows("q_norm", total, part), Rows("k_norm", total_kv, kv_part))
+        self.width_norm = WidthNorm(widths, config.norm_eps, place) if shape.norms_whole_width else None
         self._eps = config.norm_eps
 
     def __call__(self, x: Tensor, cos_sin: Tensor, ctx: StepContext) -> Tensor:
@@ -42,6 +42,8 @@ class GroupedQueryAttention:
         heads = self.qkv(x).view(rows, -1, self._dim)
         first_v = self._num_heads + self._num_kv_heads
         q, k, v = heads[:, : self._num_heads], heads[:, self._num_heads : first_v], heads[:, first_v:]
+        if self.width_norm is not None:
+            q, k = (x.view(rows, -1, self._dim) for x in self.width_norm((q.flatten(1), k.flatten(1))))
         k_pages, v_pages = ctx.cache.planes(self._layer)
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
@@ -56,6 +58,8 @@ class GroupedQueryAttention:
         if self.q_norm is not None and self.k_norm is not None:
             yield from self.q_norm.targets(f"{prefix}.q_norm")
             yield from self.k_norm.targets(f"{prefix}.k_norm")
+        if self.width_norm is not None:
+            yield from self.width_norm.targets(prefix)
 
 
 def _scaled(heads: range, dim: int) -> range:

@@ -10,7 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from headwater.errors import ModelError
-from headwater.models.config import MAX_HEADS, MAX_LAYERS, MAX_LENGTH, MAX_VOCAB, MAX_WIDTH, ModelConfig, family_named
+from headwater.models.config import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_LENGTH,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    DenseConfig,
+    GQAConfig,
+    ModelConfig,
+    family_named,
+)
+from headwater.models.config_experts import EXPERTS
 from headwater.models.fields import Fields
 from headwater.models.rope import RopeConfig, yarn_attention_factor
 
@@ -50,6 +61,9 @@ _ONLY_AT: dict[str, tuple[object, ...]] = {
 }
 """Keys that change nothing at these values."""
 
+_WITH_EXPERTS = ("qwen2moe", "qwen3moe", "glm4moe", "deepseek", "deepseek2")
+"""Architectures with experts that GGUF spells in its own way."""
+
 
 def config_from_gguf(
     metadata: Mapping[str, Any],
@@ -63,11 +77,14 @@ def config_from_gguf(
     """Build a ModelConfig. GGUF says some things only through the tensors that are there: biases, and whether the
     embedding serves as the output too. Raises ModelError for what is missing, out of bounds or not supported."""
     general = Fields(metadata, source)
-    family = family_named(general.text("general.architecture"))
+    architecture = general.text("general.architecture")
+    if architecture in EXPERTS or architecture in _WITH_EXPERTS:
+        raise general.wrong("general.architecture", "one without experts: experts are read from safetensors only")
+    family = family_named(architecture)
     prefix = f"{family.name}."
     fields = Fields({key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}, source)
     if fields.values.get("expert_count"):
-        raise fields.wrong("expert_count", "none: mixtures of experts are not supported")
+        raise fields.wrong("expert_count", "none: experts are read from safetensors only")
     if fields.values.get("attention.sliding_window"):
         raise fields.wrong("attention.sliding_window", "none: sliding windows are not supported")
     if general.integer("split.count", 0, 1 << 16, default=0) > 1:
@@ -89,18 +106,22 @@ def config_from_gguf(
         family=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("feed_forward_length", 1, MAX_WIDTH * 4),
         num_layers=fields.integer("block_count", 1, MAX_LAYERS),
-        num_heads=num_heads,
-        num_kv_heads=_same_everywhere(fields, "attention.head_count_kv", num_heads),
-        head_dim=head_dim,
+        attention=GQAConfig(
+            num_heads=num_heads,
+            num_kv_heads=_same_everywhere(fields, "attention.head_count_kv", num_heads),
+            head_dim=head_dim,
+            qkv_bias="blk.0.attn_q.bias" in tensor_names,
+            output_bias="blk.0.attn_output.bias" in tensor_names,
+            qk_norm=bool(family.qk_norm),
+        ),
+        mlp=DenseConfig(
+            intermediate_size=fields.integer("feed_forward_length", 1, MAX_WIDTH * 4),
+            mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
+        ),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
         rope=_rope(fields, head_dim, max_len, freq_factors),
         tie_embeddings="output.weight" not in tensor_names,
-        qkv_bias="blk.0.attn_q.bias" in tensor_names,
-        output_bias="blk.0.attn_output.bias" in tensor_names,
-        mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
-        qk_norm=family.qk_norm,
         max_position_embeddings=max_len,
         eos_token_ids=tuple(sorted(token_id for token_id in eos if token_id < vocab_size)),
         bos_token_id=bos[0] if bos and bos[0] < vocab_size else None,

@@ -17,9 +17,11 @@ from headwater.models.config import (
     MAX_VOCAB,
     MAX_WIDTH,
     Family,
+    GQAConfig,
     ModelConfig,
     family_named,
 )
+from headwater.models.config_experts import COUNT_KEYS, EXPERTS, mlps_from_hf
 from headwater.models.config_keys import check_keys
 from headwater.models.fields import Fields
 from headwater.models.rope import RopeConfig, yarn_attention_factor
@@ -48,6 +50,8 @@ def config_from_hf(
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     head_dim = _head_dim(fields, family, hidden_size, num_heads)
     attention_bias = family.qkv_bias is None and fields.flag("attention_bias", False)
+    mlp_bias = fields.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
+    mlp, sparse = mlps_from_hf(fields, family, num_layers, mlp_bias)
     generated = Fields(generation or {}, f"{source}, generation_config.json")
     eos = {*fields.integers("eos_token_id", -1, _MAX_TOKEN), *generated.integers("eos_token_id", -1, _MAX_TOKEN)}
     bos = fields.integers("bos_token_id", 0, _MAX_TOKEN)
@@ -55,18 +59,22 @@ def config_from_hf(
         family=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH * 4),
         num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads),
-        head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
-        rope=_rope(fields, head_dim, max_len),
+        attention=GQAConfig(
+            num_heads=num_heads,
+            num_kv_heads=fields.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads),
+            head_dim=head_dim,
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            output_bias=attention_bias and family.output_bias,
+            qk_norm=fields.flag("use_qk_norm", False) if family.qk_norm is None else family.qk_norm,
+            norms_whole_width=family.norms_whole_width,
+        ),
+        mlp=mlp,
+        sparse=sparse,
+        norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, default=family.norm_eps),
+        rope=_rope(fields, family, head_dim, max_len),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        output_bias=attention_bias,
-        mlp_bias=fields.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
-        qk_norm=family.qk_norm,
+        num_draft_layers=_num_draft_layers(fields, family),
         max_position_embeddings=max_len,
         eos_token_ids=tuple(sorted(token_id for token_id in eos if token_id >= 0)),
         bos_token_id=bos[0] if bos else None,
@@ -76,10 +84,19 @@ def config_from_hf(
 
 def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:
     if "head_dim" in fields or family.default_head_dim is not None:
-        return fields.integer("head_dim", 1, MAX_WIDTH, default=family.default_head_dim)
+        found = fields.integer("head_dim", 1, MAX_WIDTH, default=family.default_head_dim)
+        if not family.has_other_head_dim and found * num_heads != hidden_size:
+            raise fields.wrong("head_dim", f"hidden_size {hidden_size} divided by {num_heads} heads")
+        return found
     if hidden_size % num_heads:
         raise ModelError(f"{fields.source}: hidden_size {hidden_size} is no multiple of {num_heads} heads")
     return hidden_size // num_heads
+
+
+def _num_draft_layers(fields: Fields, family: Family) -> int:
+    """Transformers 5 has a new name for it; other families than those that have such layers know neither."""
+    names = ("num_nextn_predict_layers", "num_mtp_layers")
+    return max(fields.integer(name, 0, MAX_LAYERS, default=0) for name in names) if family.name == "glm4_moe" else 0
 
 
 def _refuse_what_cannot_run(fields: Fields, family: Family) -> None:
@@ -91,9 +108,9 @@ def _refuse_what_cannot_run(fields: Fields, family: Family) -> None:
             f"{fields.source}: the weights are quantised (quantization_config), which this engine cannot read from "
             "safetensors; use the unquantised checkpoint, or a GGUF file"
         )
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if fields.values.get(name):
-            raise fields.wrong(name, "none: mixtures of experts are not supported")
+    for name in COUNT_KEYS:
+        if family.name not in EXPERTS and fields.values.get(name):
+            raise fields.wrong(name, f"none: {family.name} models have no experts")
     if fields.text("hidden_act", default="silu") not in ("silu", "swish"):
         raise fields.wrong("hidden_act", "silu")
     layer_types = fields.values.get("layer_types") or ()
@@ -108,7 +125,7 @@ def _refuse_what_cannot_run(fields: Fields, family: Family) -> None:
             raise fields.wrong("use_sliding_window", "false: sliding windows are not supported")
 
 
-def _rope(fields: Fields, head_dim: int, max_len: int) -> RopeConfig:
+def _rope(fields: Fields, family: Family, head_dim: int, max_len: int) -> RopeConfig:
     """Transformers 5 keeps all in `rope_parameters`; 4 had `rope_theta` beside an optional `rope_scaling`.
 
     Where a config says one thing twice, transformers and vLLM differ in which of the two they take: it is refused.
@@ -118,17 +135,15 @@ def _rope(fields: Fields, head_dim: int, max_len: int) -> RopeConfig:
         raise fields.wrong("rope_scaling", "none beside rope_parameters, or the same")
     rope = fields.section("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
     holder = rope if "rope_theta" in rope else fields
-    theta = holder.number("rope_theta", 2.0, _HUGE, default=10000.0)
-    for place in (fields, rope):
-        if place.number("partial_rotary_factor", 0.0, 1.0, default=1.0) != 1.0:
-            raise place.wrong("partial_rotary_factor", "1: heads that are rotated in part are not supported")
+    theta = holder.number("rope_theta", 2.0, _HUGE, default=family.rope_theta)
+    dim = _rotated_dim((rope, fields), family, head_dim)
     if "rope_theta" in rope and "rope_theta" in fields and fields.number("rope_theta", 2.0, _HUGE) != theta:
         raise fields.wrong("rope_theta", f"{theta:g}, as inside {rope.source}")
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     if rope.text("type", default=kind) != kind:
         raise rope.wrong("type", f"{kind}, as rope_type says")
     if kind == "default":
-        return RopeConfig(dim=head_dim, theta=theta)
+        return RopeConfig(dim=dim, theta=theta)
     outer = fields.integer("original_max_position_embeddings", 1, MAX_LENGTH, default=max_len)
     original = rope.integer("original_max_position_embeddings", 1, MAX_LENGTH, default=outer)
     if "original_max_position_embeddings" in fields and outer != original:
@@ -145,7 +160,7 @@ def _rope(fields: Fields, head_dim: int, max_len: int) -> RopeConfig:
         mscale = rope.number("mscale", 0.0, 100.0, default=0.0)
         inferred = yarn_attention_factor(factor, mscale, rope.number("mscale_all_dim", 0.0, 100.0, default=0.0))
     return RopeConfig(
-        dim=head_dim,
+        dim=dim,
         theta=theta,
         kind=kind,
         factor=factor,
@@ -157,3 +172,19 @@ def _rope(fields: Fields, head_dim: int, max_len: int) -> RopeConfig:
         truncate=rope.flag("truncate", True),
         attention_factor=rope.number("attention_factor", 1e-3, 1e3, default=inferred) if kind == "yarn" else 1.0,
     )
+
+
+def _rotated_dim(places: tuple[Fields, ...], family: Family, head_dim: int) -> int:
+    """The width of a head that is rotated; `partial_rotary_factor` may stand in either place, but not differ."""
+    factors = {
+        place.number("partial_rotary_factor", 0.0, 1.0): place for place in places if "partial_rotary_factor" in place
+    }
+    if len(factors) > 1:
+        raise places[-1].wrong("partial_rotary_factor", f"the same as inside {places[0].source}")
+    (factor, place) = next(iter(factors.items()), (family.rotary_part, places[-1]))
+    if family.rotary_part == 1.0 and factor != 1.0:
+        raise place.wrong("partial_rotary_factor", "1: heads of this family are rotated as a whole")
+    dim = int(head_dim * factor)
+    if dim < 2 or dim % 2:
+        raise place.wrong("partial_rotary_factor", f"an even part of heads of width {head_dim}")
+    return dim

@@ -19,11 +19,26 @@ _SIZES = (
     "eos_token_id bos_token_id dtype torch_dtype quantization_config num_experts num_local_experts n_routed_experts"
 )
 _WINDOWS = "use_sliding_window sliding_window max_window_layers"
+# A window counts only where `use_sliding_window` is true, which `ONLY_AT` refuses.
+_QWEN_EXPERTS = (
+    "num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers sliding_window "
+    "max_window_layers"
+)
 
 INTERPRETED: dict[str, frozenset[str]] = {
     "llama": frozenset(f"{_SIZES} attention_bias mlp_bias".split()),
     "qwen2": frozenset(f"{_SIZES} {_WINDOWS}".split()),
     "qwen3": frozenset(f"{_SIZES} {_WINDOWS} attention_bias".split()),
+    "mixtral": frozenset(f"{_SIZES} num_experts_per_tok router_jitter_noise".split()),
+    "qwen2_moe": frozenset(f"{_SIZES} {_QWEN_EXPERTS} shared_expert_intermediate_size".split()),
+    "qwen3_moe": frozenset(f"{_SIZES} {_QWEN_EXPERTS}".split()),
+    "olmoe": frozenset(f"{_SIZES} num_experts_per_tok".split()) - {"rms_norm_eps", "tie_word_embeddings"},
+    "glm4_moe": frozenset(
+        f"{_SIZES} attention_bias use_qk_norm num_experts_per_tok moe_intermediate_size n_shared_experts "
+        "routed_scaling_factor n_group topk_group norm_topk_prob first_k_dense_replace num_nextn_predict_layers "
+        "num_mtp_layers".split()
+    )
+    - {"tie_word_embeddings"},
 }
 """Keys that `config_hf` reads, by family."""
 
@@ -98,6 +113,18 @@ left out."""
 _NULL_COUNTS = {"qwen3": frozenset({"head_dim"})}
 """Exceptions, by family: without the key, its heads are 128 wide; with null, hidden_size / heads."""
 
+ONLY_AT_IN: dict[str, dict[str, tuple[Any, ...]]] = {
+    "qwen2_moe": {"qkv_bias": (True,)},
+    "olmoe": {
+        "clip_qkv": (None,),
+        "norm_topk_prob": (False,),
+        "rms_norm_eps": (1e-5,),
+        "tie_word_embeddings": (False,),
+    },
+    "glm4_moe": {"tie_word_embeddings": (False,)},
+}
+"""Keys of one family that `transformers` computes with and vLLM does not, at the values that vLLM takes for granted."""
+
 _EVERY_ROPE = "rope_type type rope_theta partial_rotary_factor"
 _STRETCHED = "factor original_max_position_embeddings"
 ROPE_KEYS: dict[str, frozenset[str]] = {
@@ -132,7 +159,8 @@ def _unknown_keys(config: Mapping[str, Any], family: str) -> Iterator[str]:
     for key, value in config.items():
         if key in INTERPRETED[family] or key in HARMLESS or (value is None and key in NULL_IS_ABSENT):
             continue
-        if not any(type(value) is type(harmless) and value == harmless for harmless in ONLY_AT.get(key, ())):
+        allowed = ONLY_AT.get(key, ()) + ONLY_AT_IN.get(family, {}).get(key, ())
+        if not any(type(value) is type(harmless) and value == harmless for harmless in allowed):
             yield str(key)
     for name, rope in _rope_sections(config):
         kind = rope.get("rope_type") or rope.get("type") or "default"

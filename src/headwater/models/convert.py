@@ -88,17 +88,19 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`config.json` in the spelling that transformers 4, 5 and the engines built on them all read. Raises ModelError
     for rotary factors that no rope type of theirs gives."""
     family = family_named(config.family)
+    if config.mlp is None or config.sparse is not None:
+        raise ModelError(f"{config.family} models have experts, which cannot be converted")
     scaling = _rope_scaling(config.rope)
     values: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": config.mlp.intermediate_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": config.attention.num_heads,
+        "num_key_value_heads": config.attention.num_kv_heads,
+        "head_dim": config.attention.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
@@ -110,11 +112,11 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
     }
     if family.qkv_bias is None:
-        if config.qkv_bias != config.output_bias:
+        if config.attention.qkv_bias != config.attention.output_bias:
             raise ModelError(f"{config.family} models have biases on all attention matrices or on none; this has some")
-        values["attention_bias"] = config.qkv_bias
+        values["attention_bias"] = config.attention.qkv_bias
     if family.mlp_bias is None:
-        values["mlp_bias"] = config.mlp_bias
+        values["mlp_bias"] = config.mlp.mlp_bias
     return values
 
 

@@ -16,8 +16,8 @@ from headwater.models.attention import GroupedQueryAttention
 from headwater.models.config import ModelConfig
 from headwater.models.context import StepContext
 from headwater.models.layers import Placement, RMSNorm, Targets, VocabEmbedding, VocabHead
-from headwater.models.mlp import GatedMLP
-from headwater.models.parallel import SINGLE, TensorParallel
+from headwater.models.moe import layer_mlp
+from headwater.models.parallel import ALONE, Ranks
 from headwater.models.weights import Target
 
 
@@ -49,13 +49,20 @@ class Parts(NamedTuple):
     """What a family's layers are made of; both are built from (config, layer number, placement)."""
 
     attention: Callable[[ModelConfig, int, Placement], Attention]
-    mlp: Callable[[ModelConfig, int, Placement], MLP]
+    mlp: Callable[[ModelConfig, int, Placement], MLP] = layer_mlp
+    block: str = "mlp"
+    """The name of the MLP in a checkpoint's layers."""
 
 
 PARTS: dict[str, Parts] = {
-    "llama": Parts(GroupedQueryAttention, GatedMLP),
-    "qwen2": Parts(GroupedQueryAttention, GatedMLP),
-    "qwen3": Parts(GroupedQueryAttention, GatedMLP),
+    "llama": Parts(GroupedQueryAttention),
+    "qwen2": Parts(GroupedQueryAttention),
+    "qwen3": Parts(GroupedQueryAttention),
+    "mixtral": Parts(GroupedQueryAttention, block="block_sparse_moe"),
+    "qwen2_moe": Parts(GroupedQueryAttention),
+    "qwen3_moe": Parts(GroupedQueryAttention),
+    "olmoe": Parts(GroupedQueryAttention),
+    "glm4_moe": Parts(GroupedQueryAttention),
 }
 
 
@@ -68,13 +75,14 @@ class DecoderLayer:
         self.attention = parts.attention(config, layer, place)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, place)
         self.mlp = parts.mlp(config, layer, place)
+        self._block = parts.block
 
     def targets(self, prefix: str) -> Targets:
         """Everything in this layer."""
         yield from self.attention_norm.targets(f"{prefix}.input_layernorm")
         yield from self.attention.targets(f"{prefix}.self_attn")
         yield from self.mlp_norm.targets(f"{prefix}.post_attention_layernorm")
-        yield from self.mlp.targets(f"{prefix}.mlp")
+        yield from self.mlp.targets(f"{prefix}.{self._block}")
 
 
 class Decoder:
@@ -82,7 +90,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, place: Placement, max_len: int) -> None:
         self.config = config
-        self.parallel = place.parallel
+        self.ranks = place.ranks
         self.dtype = place.dtype
         self.device = place.device
         self.max_len = max_len
@@ -127,15 +135,21 @@ class Decoder:
         found.update(self.head.targets("lm_head"))
         return found
 
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint's tensor belongs to a layer behind the last, which only drafts tokens."""
+        config = self.config
+        drafts = range(config.num_layers, config.num_layers + config.num_draft_layers)
+        return name.startswith(tuple(f"model.layers.{number}." for number in drafts))
+
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's parameters."""
-        return sum(target.destination.numel() for target in self.targets().values()) * self.dtype.itemsize
+        return sum(target.destination.nbytes for target in self.targets().values())
 
 
 def build_model(
     config: ModelConfig,
-    parallel: TensorParallel = SINGLE,
+    ranks: Ranks = ALONE,
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -146,4 +160,4 @@ def build_model(
     Raises ModelError or TopologyError where the heads cannot be divided, and ModelError for a `max_len` that the
     rotary embedding does not allow. Costs the memory of this rank's weights, and of the rotary table.
     """
-    return Decoder(config, Placement(parallel, dtype, torch.device(device)), max_len or config.max_position_embeddings)
+    return Decoder(config, Placement(ranks, dtype, torch.device(device)), max_len or config.max_position_embeddings)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwater.kernels.norm import add_rms_norm, rms_norm
 from headwater.models.memory import empty
-from headwater.models.parallel import TensorParallel
+from headwater.models.parallel import Ranks
 from headwater.models.weights import Target
 
 Targets = Iterator[tuple[str, Target]]
@@ -25,9 +25,9 @@ Targets = Iterator[tuple[str, Target]]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where parameters live, and which rank of how many holds them."""
+    """Where parameters live, and which rank of which groups holds them."""
 
-    parallel: TensorParallel
+    ranks: Ranks
     dtype: torch.dtype
     device: torch.device
 
@@ -40,6 +40,12 @@ class Placement:
         if self.device.type == "cpu":
             return empty(columns, rows, dtype=self.dtype, device=self.device).t()
         return empty(rows, columns, dtype=self.dtype, device=self.device)
+
+    def stack(self, count: int, rows: int, columns: int) -> Tensor:
+        """Uninitialised matrices, [count, rows, columns], each in the order of `matrix`."""
+        if self.device.type == "cpu":
+            return empty(count, columns, rows, dtype=self.dtype, device=self.device).transpose(1, 2)
+        return empty(count, rows, columns, dtype=self.dtype, device=self.device)
 
     def table(self, rows: int, columns: int) -> Tensor:
         """An uninitialised [rows, columns] parameter whose rows are looked up."""
@@ -85,12 +91,16 @@ class RowLinear:
         self.bias = place.vector(out_features) if bias else None
         self._total_in = total_in
         self._part = part
-        self._parallel = place.parallel
+        self._tp = place.ranks.tp
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self._tp.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's term of the sum."""
         # One rank adds the bias, or the sum would hold it once per rank.
-        bias = self.bias if self._parallel.rank == 0 else None
-        return self._parallel.all_reduce(F.linear(x, self.weight, bias))
+        bias = self.bias if self._tp.rank == 0 else None
+        return F.linear(x, self.weight, bias)
 
     def targets(self, prefix: str) -> Targets:
         """Some columns of the matrix, and all of the bias."""
@@ -119,23 +129,50 @@ class RMSNorm:
         yield f"{prefix}.weight", Target(self.weight, tuple(self.weight.shape), 0, range(self.weight.shape[0]))
 
 
+class WidthNorm:
+    """Norms over widths that are divided over the ranks: of queries and of keys, with one sum over the ranks."""
+
+    def __init__(self, rows: Sequence[Rows], eps: float, place: Placement) -> None:
+        self.weights = [place.vector(len(part)) for _, _, part in rows]
+        self.eps = eps
+        self._rows = tuple(rows)
+        self._tp = place.ranks.tp
+
+    def __call__(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The norm of each [rows, width] part, in its dtype."""
+        wide = [part.float() for part in parts]
+        sums = self._tp.all_reduce(torch.stack([part.square().sum(dim=-1) for part in wide]))
+        # All ranks hold as much as this one, and where heads are replicated the sum has counted them as often.
+        widths = [self._tp.size * part.shape[-1] for part in wide]
+        factors = [torch.rsqrt(total / width + self.eps) for total, width in zip(sums, widths, strict=True)]
+        return [
+            (part * factor.unsqueeze(-1)).to(weight.dtype) * weight
+            for part, factor, weight in zip(wide, factors, self.weights, strict=True)
+        ]
+
+    def targets(self, prefix: str) -> Targets:
+        """This rank's part of each vector."""
+        for weight, (name, total, part) in zip(self.weights, self._rows, strict=True):
+            yield f"{prefix}.{name}.weight", Target(weight, (total,), 0, part)
+
+
 class VocabEmbedding:
     """Token ids to vectors; each rank holds the rows of some tokens."""
 
     def __init__(self, vocab_size: int, width: int, place: Placement) -> None:
-        self._parallel = place.parallel
+        self._tp = place.ranks.tp
         self._vocab_size = vocab_size
-        self._part = place.parallel.share(vocab_size)
+        self._part = place.ranks.tp.share(vocab_size)
         self.weight = place.table(len(self._part), width)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        if self._parallel.size == 1:
+        if self._tp.size == 1:
             return F.embedding(token_ids, self.weight)
         # Another rank's tokens look up any row and contribute nothing.
         local = token_ids - self._part.start
         foreign = (local < 0) | (local >= len(self._part))
         found = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return self._parallel.all_reduce(found.masked_fill_(foreign.unsqueeze(-1), 0.0))
+        return self._tp.all_reduce(found.masked_fill_(foreign.unsqueeze(-1), 0.0))
 
     def targets(self, prefix: str) -> Targets:
         """The rows of this rank's tokens."""
@@ -146,14 +183,14 @@ class VocabHead:
     """Vectors to logits over the whole vocabulary, on every rank; `tied` shares the embedding's matrix."""
 
     def __init__(self, vocab_size: int, width: int, place: Placement, tied: VocabEmbedding | None) -> None:
-        self._parallel = place.parallel
+        self._tp = place.ranks.tp
         self._vocab_size = vocab_size
-        self._part = place.parallel.share(vocab_size)
+        self._part = place.ranks.tp.share(vocab_size)
         self._is_tied = tied is not None
         self.weight = tied.weight if tied is not None else place.matrix(len(self._part), width)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._parallel.all_gather(_product(x, self.weight), self._vocab_size)
+        return self._tp.all_gather(_product(x, self.weight), self._vocab_size)
 
     def targets(self, prefix: str) -> Targets:
         """The rows of this rank's tokens; none where the embedding is loaded already."""

@@ -1,11 +1,12 @@
-"""One rank of a tensor-parallel group: what it holds of each dimension, and the two collectives that layers need.
+"""The groups that a rank belongs to, by name: its part of each dimension, and the collectives that layers need.
 
-Heads are divided by `headwater.kv.topology`, so that a rank's attention and its KV cache always agree. `SINGLE` is the
-group of one: layers call it like any other, and it does nothing.
+Heads are divided by `headwater.kv.topology`, so that a rank's attention and its KV cache always agree. A group of one
+is the null object: layers call it like any other, and it does nothing.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ class HeadShare(NamedTuple):
     kv: range
 
 
-class TensorParallel:
+class ParallelGroup:
     """Rank `rank` of `size`. `group` is a process group of that size, torch's default one or one of its own."""
 
     def __init__(self, rank: int = 0, size: int = 1, group: ProcessGroup | None = None) -> None:
@@ -39,18 +40,6 @@ class TensorParallel:
     def share(self, total: int) -> range:
         """This rank's part of a dimension. Parts are consecutive and differ by one at most: any width can be split."""
         return self._share_of(self.rank, total)
-
-    def heads(self, config: ModelConfig) -> HeadShare:
-        """This rank's heads. KV heads are replicated where there are more ranks than heads. Raises TopologyError
-        where the KV heads cannot be divided, and ModelError where the query heads cannot."""
-        kv = Topology(tp=self.size).shard(config.kv_spec("float32"), tp_rank=self.rank).heads
-        if config.num_heads % self.size:
-            raise ModelError(
-                f"{config.num_heads} attention heads cannot be divided over tensor_parallel_size={self.size}; "
-                f"it must divide their number"
-            )
-        share = config.num_heads // self.size
-        return HeadShare(range(self.rank * share, (self.rank + 1) * share), kv)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, on every rank; in place."""
@@ -81,5 +70,44 @@ class TensorParallel:
         return range(start, start + base + (rank < extra))
 
 
-SINGLE = TensorParallel()
+class TensorParallel(ParallelGroup):
+    """The group that divides heads, the width of MLPs and the vocabulary."""
+
+    def heads(self, config: ModelConfig) -> HeadShare:
+        """This rank's heads. KV heads are replicated where there are more ranks than heads. Raises TopologyError
+        where the KV heads cannot be divided, and ModelError where the query heads cannot."""
+        kv = Topology(tp=self.size).shard(config.kv_spec("float32"), tp_rank=self.rank).heads
+        num_heads = config.attention.num_heads
+        if num_heads % self.size:
+            raise ModelError(
+                f"{num_heads} attention heads cannot be divided over tensor_parallel_size={self.size}; it must divide "
+                "their number"
+            )
+        share = num_heads // self.size
+        return HeadShare(range(self.rank * share, (self.rank + 1) * share), kv)
+
+
+_NOT_DIVIDED = ParallelGroup()
+_ONE_RANK = TensorParallel()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One rank's place in every group. A group that is not given has one rank."""
+
+    tp: TensorParallel = _ONE_RANK
+    ep: ParallelGroup = _NOT_DIVIDED
+    """Divides experts."""
+    dcp: ParallelGroup = _NOT_DIVIDED
+    """Divides the tokens of the KV cache (decode context parallelism)."""
+    pcp: ParallelGroup = _NOT_DIVIDED
+    """Divides the tokens of a prompt (prefill context parallelism)."""
+
+    def __post_init__(self) -> None:
+        for name in ("ep", "dcp", "pcp"):
+            if (size := getattr(self, name).size) > 1:
+                raise ModelError(f"{name} has {size} ranks; this engine divides a model by tensor parallelism only")
+
+
+ALONE = Ranks()
 """No parallelism: every share is the whole, and the collectives return what they are given."""

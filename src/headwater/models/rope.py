@@ -23,7 +23,7 @@ class RopeConfig:
     """One kind of rotary embedding and its parameters; those that a kind does not use keep their defaults."""
 
     dim: int
-    """Width that is rotated: the whole head."""
+    """Width that is rotated: the whole head, or its first part."""
     theta: float
     kind: str = "default"
     factor: float = 1.0

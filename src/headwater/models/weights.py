@@ -64,13 +64,18 @@ class HasTargets(Protocol):
         """Every tensor the model needs, by its Hugging Face name."""
         ...
 
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor that the model does not need may be there."""
+        ...
+
 
 def load_weights(model: HasTargets, source: TensorSource, progress: Progress | None = None) -> None:
     """Fill the model's parameters. Names and shapes are checked before a byte is read, so that a checkpoint which does
     not fit fails at once. Raises ModelError naming the tensors that are missing, unexpected or misshapen."""
     targets = model.targets()
     handles = dict(source.tensors())
-    unexpected = [name for name in handles if name not in targets and not is_redundant(name, targets)]
+    spare = [name for name in handles if name not in targets and not model.ignores(name)]
+    unexpected = [name for name in spare if not is_redundant(name, targets)]
     if missing := [name for name in targets if name not in handles]:
         raise ModelError(f"{source.label} lacks {_some(missing)}, which this model needs; is the checkpoint complete?")
     if unexpected:

@@ -158,7 +158,7 @@ def _model(name: str | None) -> Iterator[tuple[str, str, str]]:
 def _capacity(checkpoint: Checkpoint, num_tokens: int) -> int:
     """Room for the document twice over, in float32."""
     config = checkpoint.config
-    return 2 * 4 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * (num_tokens + 1024)
+    return 2 * config.kv_spec("float32").token_bytes * (num_tokens + 1024)
 
 
 def _wait_saved(pool: Pool, num_tokens: int) -> None:

@@ -27,7 +27,7 @@ class AttentionBatch:
     query_starts: Tensor
     """int32 [n + 1], on the device."""
     kv_lens: Tensor
-    """int32 [n], on the device; at least 1 each."""
+    """int32 [n], on the device; at least 1 each, but for `run_latent`, where a rank may hold no token of a request."""
     page_table: Tensor
     """int32 [n, max_pages], on the device."""
     query_lens_cpu: tuple[int, ...]
@@ -54,4 +54,22 @@ class AttentionBackend(Protocol):
         """Attend. `q` is [rows, heads, dim], the pages [pages, page_size, kv_heads, dim] with any strides but a
         contiguous last dimension; the result is [rows, heads, v_dim], contiguous, in q's dtype. Query head h reads
         KV head h // (heads // kv_heads)."""
+        ...
+
+    def run_latent(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent_pages: Tensor,
+        rope_pages: Tensor,
+        plan: Any,
+        scale: float,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over latents (MLA, absorbed; the formula is in `latent`). The queries are [rows, heads, width], the
+        pages [pages, page_size, 1, width], with any strides but a contiguous last dimension, one width for the latent
+        and one for the rotary part; the result is [rows, heads, latent width], contiguous, in the queries' dtype.
+
+        `lse`, float32 [rows, heads], is filled with the natural log-sum-exp of each row's scores. A row that sees no
+        token gets 0 and -inf; `latent.merge_parts` joins results over disjoint tokens."""
         ...

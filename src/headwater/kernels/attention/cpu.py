@@ -7,14 +7,17 @@ tenth faster on two cores). The units in which it works, and why, are in `cpu_pl
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
 
 import torch
 from torch import Tensor
 
 from headwater.errors import InvalidArgumentError
 from headwater.kernels.attention.base import AttentionBatch
-from headwater.kernels.attention.cpu_plan import CpuPlan, DecodePlan, PrefillPlan, Tokens, plan_step
+from headwater.kernels.attention.cpu_gather import CpuPlane, Gatherer, cpu_plane
+from headwater.kernels.attention.cpu_latent import LatentStep
+from headwater.kernels.attention.cpu_plan import CpuPlan, DecodePlan, PrefillPlan, plan_step
+from headwater.kernels.attention.latent import check_latent
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """(q, k, v) as [batch, heads, length, dim], any strides but the last; returns the output and its log-sum-exp."""
@@ -26,7 +29,7 @@ class CpuAttention:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._scratch: dict[str, Tensor] = {}
+        self._gatherer = Gatherer()
 
     def plan(self, batch: AttentionBatch) -> CpuPlan:
         """Where to gather what. Costs a millisecond or two for dozens of requests."""
@@ -35,7 +38,7 @@ class CpuAttention:
     def run(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: CpuPlan, scale: float) -> Tensor:
         """Attend. Memory: the KV of `GROUP_TOKENS` tokens, or of the longest prompt."""
         _check(q, k_pages, v_pages, plan)
-        k_plane, v_plane = _plane("k", k_pages), _plane("v", v_pages)
+        k_plane, v_plane = cpu_plane("k", k_pages), cpu_plane("v", v_pages)
         # [rows, heads, dim] seen as [rows, KV heads, query heads of each, dim]
         q = q.view(len(q), k_pages.shape[2], -1, q.shape[2])
         out = torch.empty(q.shape, dtype=q.dtype)
@@ -45,13 +48,38 @@ class CpuAttention:
             self._prefill(q[prefill.rows], k_plane, v_plane, prefill, scale, out[prefill.rows])
         return out.flatten(1, 2)
 
-    def _decode(self, q: Tensor, k_plane: _Plane, v_plane: _Plane, plan: DecodePlan, scale: float, out: Tensor) -> None:
+    def run_latent(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent_pages: Tensor,
+        rope_pages: Tensor,
+        plan: CpuPlan,
+        scale: float,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over latents, in float32 whatever the dtype. Memory: the latents of `GROUP_TOKENS` tokens or of the
+        longest prompt, twice, and 4 MiB of scores."""
+        _check_device(q_latent, latent_pages)
+        check_latent(q_latent, q_rope, latent_pages, rope_pages, plan.batch, scale, lse)
+        q = torch.cat((q_latent, q_rope), dim=-1)
+        out = q_latent.new_zeros(q_latent.shape)
+        lse = torch.empty(out.shape[:2]) if lse is None else lse
+        planes = cpu_plane("latent", latent_pages), cpu_plane("rope", rope_pages)
+        LatentStep(
+            self._gatherer, *planes, q.to(torch.promote_types(q.dtype, torch.float32)), scale, out, lse.fill_(-math.inf)
+        ).run(plan)
+        return out
+
+    def _decode(
+        self, q: Tensor, k_plane: CpuPlane, v_plane: CpuPlane, plan: DecodePlan, scale: float, out: Tensor
+    ) -> None:
         # A decode sees all of its KV, so the query heads that share a KV head can stand in the place of queries.
         q = q.index_select(0, plan.request_of)
         outs, lses = [], []
         for group in plan.groups:
-            k = _by_unit(self._gather(k_plane, group.tokens), group.length)
-            v = _by_unit(self._gather(v_plane, group.tokens), group.length)
+            k = _by_unit(self._gatherer.gather(k_plane, group.tokens), group.length)
+            v = _by_unit(self._gatherer.gather(v_plane, group.tokens), group.length)
             part, lse = _attend(q[group.units], k, v, attn_mask=group.mask, scale=scale)
             outs.append(part)
             lses.append(lse)
@@ -63,12 +91,12 @@ class CpuAttention:
             out[: plan.num_requests].zero_().index_add_(0, plan.request_of, parts.mul_(weights.to(parts.dtype)))
 
     def _prefill(
-        self, q: Tensor, k_plane: _Plane, v_plane: _Plane, plan: PrefillPlan, scale: float, out: Tensor
+        self, q: Tensor, k_plane: CpuPlane, v_plane: CpuPlane, plan: PrefillPlan, scale: float, out: Tensor
     ) -> None:
         # KV heads as the batch, so that the query heads of each can share it without a copy.
         q = q.permute(1, 2, 0, 3)
-        k = _by_head(self._gather(k_plane, plan.tokens), q.shape[1])
-        v = _by_head(self._gather(v_plane, plan.tokens), q.shape[1])
+        k = _by_head(self._gatherer.gather(k_plane, plan.tokens), q.shape[1])
+        v = _by_head(self._gatherer.gather(v_plane, plan.tokens), q.shape[1])
         before = plan.num_before
         result, lse = _attend(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale)
         if before:
@@ -76,41 +104,6 @@ class CpuAttention:
             share = torch.sigmoid(earlier_lse - lse).unsqueeze(-1)
             result = torch.lerp(result, earlier, share.to(result.dtype))
         out.copy_(result.permute(2, 0, 1, 3))
-
-    def _gather(self, plane: _Plane, tokens: Tokens) -> Tensor:
-        """The KV of `tokens` as [tokens, heads, dim], in scratch memory that the next gather of this name reuses."""
-        if plane.rows is None:
-            return plane.pages[tokens.pages, tokens.offsets]
-        _, _, heads, dim = plane.pages.shape
-        rows = tokens.rows(plane.rows_per_page)
-        size = rows.numel() * heads * dim
-        scratch = self._scratch.get(plane.name)
-        if scratch is None or scratch.numel() < size or scratch.dtype != plane.rows.dtype:
-            scratch = self._scratch[plane.name] = torch.empty(size, dtype=plane.rows.dtype)
-        target = scratch[:size].view(-1, heads * dim)
-        torch.index_select(plane.rows, 0, rows, out=target)
-        return target.view(-1, heads, dim)
-
-
-class _Plane(NamedTuple):
-    """One layer's K or V: its pages, and the same as [rows, heads * dim] where the strides allow that."""
-
-    name: str
-    pages: Tensor
-    rows: Tensor | None
-    """Rows between two pages belong to others, another layer say, and are never asked for."""
-    rows_per_page: int
-
-
-def _plane(name: str, pages: Tensor) -> _Plane:
-    """Whole rows are gathered up to three times as fast as heads one after the other."""
-    num_pages, page_size, heads, dim = pages.shape
-    page_stride, token_stride, head_stride, _ = pages.stride()
-    if head_stride != dim or token_stride == 0 or page_stride % token_stride:
-        return _Plane(name, pages, None, 0)
-    rows_per_page = page_stride // token_stride
-    num_rows = (num_pages - 1) * rows_per_page + page_size
-    return _Plane(name, pages, pages.as_strided((num_rows, heads * dim), (token_stride, 1)), rows_per_page)
 
 
 def _by_unit(kv: Tensor, length: int) -> Tensor:
@@ -124,10 +117,7 @@ def _by_head(kv: Tensor, share: int) -> Tensor:
 
 
 def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: CpuPlan) -> None:
-    if q.device.type != "cpu" or k_pages.device.type != "cpu":
-        raise InvalidArgumentError(
-            f"the cpu backend attends in main memory, got queries on {q.device}, KV on {k_pages.device}"
-        )
+    _check_device(q, k_pages)
     if k_pages.shape != v_pages.shape or k_pages.shape[3] != q.shape[2]:
         raise InvalidArgumentError(
             f"the cpu backend needs K, V and queries of one width, got {tuple(k_pages.shape)}, {tuple(v_pages.shape)} "
@@ -140,3 +130,10 @@ def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: CpuPlan) -> None:
         )
     if k_pages.stride(3) != 1 or v_pages.stride(3) != 1:
         raise InvalidArgumentError("the last dimension of the pages must be contiguous")
+
+
+def _check_device(q: Tensor, pages: Tensor) -> None:
+    if q.device.type != "cpu" or pages.device.type != "cpu":
+        raise InvalidArgumentError(
+            f"the cpu backend attends in main memory, got queries on {q.device}, KV on {pages.device}"
+        )

@@ -92,15 +92,20 @@ class CpuPlan:
 
     decodes: DecodePlan | None
     prefills: tuple[PrefillPlan, ...]
-    num_rows: int
+    batch: AttentionBatch
+
+    @property
+    def num_rows(self) -> int:
+        """Queries of all requests."""
+        return sum(self.batch.query_lens_cpu)
 
 
 def plan_step(batch: AttentionBatch) -> CpuPlan:
     """Divide one step. Costs a millisecond or two for dozens of requests."""
     return CpuPlan(
-        decodes=_plan_decodes(batch) if batch.num_decodes else None,
+        decodes=_plan_decodes(batch),
         prefills=tuple(_plan_prefill(batch, i) for i in range(batch.num_decodes, batch.num_requests)),
-        num_rows=sum(batch.query_lens_cpu),
+        batch=batch,
     )
 
 
@@ -110,11 +115,15 @@ class _Unit(NamedTuple):
     start: int
 
 
-def _plan_decodes(batch: AttentionBatch) -> DecodePlan:
+def _plan_decodes(batch: AttentionBatch) -> DecodePlan | None:
     units: list[_Unit] = []
     for request, kv_len in enumerate(batch.kv_lens_cpu[: batch.num_decodes]):
+        if kv_len == 0:  # a rank may hold none of a request's latents
+            continue
         step = -(-kv_len // -(-kv_len // UNIT_TOKENS))
         units += (_Unit(min(step, kv_len - start), request, start) for start in range(0, kv_len, step))
+    if not units:
+        return None
     units.sort()
     groups: list[Group] = []
     begin = own = 0
@@ -129,7 +138,7 @@ def _plan_decodes(batch: AttentionBatch) -> DecodePlan:
         batch.num_decodes,
         torch.tensor([unit.request for unit in units]),
         tuple(groups),
-        _merge(units, batch.num_decodes) if len(units) > batch.num_decodes else None,
+        _merge(units, batch.num_decodes) if len(units) > len({unit.request for unit in units}) else None,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.attention.base import AttentionBatch
+from headwater.kernels.attention.latent import check_latent
 
 
 class ReferenceAttention:
@@ -33,6 +34,31 @@ class ReferenceAttention:
             start += query_len
         return out
 
+    def run_latent(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent_pages: Tensor,
+        rope_pages: Tensor,
+        plan: AttentionBatch,
+        scale: float,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Costs queries × KV × heads of float32 memory per request."""
+        check_latent(q_latent, q_rope, latent_pages, rope_pages, plan, scale, lse)
+        out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+        q = torch.cat((q_latent, q_rope), dim=-1)
+        start = 0
+        for request, (query_len, kv_len) in enumerate(zip(plan.query_lens_cpu, plan.kv_lens_cpu, strict=True)):
+            rows = slice(start, start + query_len)
+            latent = gather_tokens(latent_pages, plan.page_table[request], kv_len)[:, 0]
+            rope = gather_tokens(rope_pages, plan.page_table[request], kv_len)[:, 0]
+            out[rows], sums = attend_latent(q[rows], latent, rope, scale)
+            if lse is not None:
+                lse[rows] = sums
+            start += query_len
+        return out
+
 
 def gather_tokens(pages: Tensor, page_ids: Tensor, num_tokens: int) -> Tensor:
     """The first `num_tokens` of a request, [num_tokens, kv_heads, dim], copied out of its pages."""
@@ -42,13 +68,26 @@ def gather_tokens(pages: Tensor, page_ids: Tensor, num_tokens: int) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal attention of one request whose queries are the last of its tokens."""
-    query_len, num_heads, _ = q.shape
+    _, num_heads, _ = q.shape
     kv_len, num_kv_heads, _ = k.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     k = k.to(wide).repeat_interleave(num_heads // num_kv_heads, dim=1)
     v = v.to(wide).repeat_interleave(num_heads // num_kv_heads, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.to(wide), k) * scale
-    query_positions = torch.arange(kv_len - query_len, kv_len, device=q.device)
-    future = torch.arange(kv_len, device=q.device) > query_positions[:, None]
-    weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    weights = scores.masked_fill(_future(q, kv_len), float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+
+def attend_latent(q: Tensor, latent: Tensor, rope: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one request: `q` [queries, heads, latent and rope], `latent` and `rope` [tokens, width]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("qhd,kd->qhk", q.to(wide), torch.cat((latent, rope), dim=-1).to(wide)) * scale
+    scores.masked_fill_(_future(q, len(latent)).unsqueeze(1), float("-inf"))
+    weights = scores.softmax(dim=-1).nan_to_num(0.0) if latent.numel() else scores  # a row that sees nothing is 0 / 0
+    return torch.einsum("qhk,kd->qhd", weights, latent.to(wide)).to(q.dtype), scores.logsumexp(-1)
+
+
+def _future(q: Tensor, kv_len: int) -> Tensor:
+    """bool [queries, tokens]: which tokens come after which queries, where the queries are the last tokens."""
+    query_positions = torch.arange(kv_len - len(q), kv_len, device=q.device)
+    return torch.arange(kv_len, device=q.device) > query_positions[:, None]

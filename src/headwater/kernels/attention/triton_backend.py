@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 
 from headwater.kernels.attention.base import AttentionBatch
+from headwater.kernels.attention.latent import check_latent
 from headwater.kernels.attention.triton_decode import decode_attention, decode_config
+from headwater.kernels.attention.triton_latent import latent_attention, latent_config, latent_splits, tile_queries
 from headwater.kernels.attention.triton_prefill import prefill_attention, prefill_config
 from headwater.kernels.attention.triton_tiles import TileConfig
 from headwater.kernels.dispatch import require
+from headwater.kernels.limits_triton import device_limits
 
 _MAX_SPLITS = 64
 _PROGRAMS_PER_SM = 2
@@ -73,11 +74,13 @@ class TritonAttention:
         *,
         prefill: TileConfig | None = None,
         decode: TileConfig | None = None,
+        latent: TileConfig | None = None,
         num_sms: int | None = None,
     ) -> None:
         limits = device_limits(torch.device(device))
         self._prefill = prefill
         self._decode = decode
+        self._latent = latent
         self._num_sms = num_sms or limits.num_sms
         self._shared_bytes = limits.shared_bytes
 
@@ -152,22 +155,52 @@ class TritonAttention:
             split_tokens=split_tokens,
         )
 
-
-class DeviceLimits(NamedTuple):
-    """What the cutting of work depends on."""
-
-    num_sms: int
-    shared_bytes: int
-    """Shared memory that one block may use."""
-
-
-def device_limits(device: torch.device) -> DeviceLimits:
-    """The limits of a CUDA device, or stand-ins for the interpreter."""
-    if device.type != "cuda":
-        return DeviceLimits(num_sms=1, shared_bytes=48 * 1024)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    properties = driver.active.utils.get_device_properties(index)
-    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"])
+    def run_latent(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent_pages: Tensor,
+        rope_pages: Tensor,
+        plan: TritonPlan,
+        scale: float,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """One to four launches, as `run`."""
+        batch = plan.batch
+        check_latent(q_latent, q_rope, latent_pages, rope_pages, batch, scale, lse)
+        check_batch(batch)
+        out = q_latent.new_empty(q_latent.shape)
+        n, num_heads = batch.num_decodes, q_latent.shape[1]
+        for requests, rows, tiled in (
+            (slice(0, n), slice(0, n), False),
+            (slice(n, batch.num_requests), slice(n, len(out)), True),
+        ):
+            if requests.start == requests.stop:
+                continue
+            width = q_latent.shape[2] + q_rope.shape[2]
+            tile_rows = num_heads * (max(batch.query_lens_cpu[requests]) if tiled else 1)
+            config = self._latent or latent_config(q_latent.dtype, tile_rows, width, self._shared_bytes)
+            tiles = plan.prefill_tiles(tile_queries(num_heads, config)) if tiled else None
+            num_programs = (n if tiles is None else len(tiles)) * _ceil_div(num_heads, config.block_rows)
+            num_splits, least = latent_splits(num_programs, max(batch.kv_lens_cpu[requests]), self._num_sms)
+            latent_attention(
+                q_latent[rows],
+                q_rope[rows],
+                latent_pages,
+                rope_pages,
+                out[rows],
+                None if lse is None else lse[rows],
+                tiles=tiles,
+                row_base=rows.start,
+                query_starts=batch.query_starts,
+                kv_lens=batch.kv_lens,
+                page_table=batch.page_table,
+                scale=scale,
+                config=config,
+                num_splits=num_splits,
+                min_split_tokens=least,
+            )
+        return out
 
 
 def decode_splits(num_programs: int, max_kv_len: int, num_sms: int) -> tuple[int, int]:
@@ -219,6 +252,11 @@ def check_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Attentio
         page_size=batch.page_size,
         scale=scale,
     )
+    check_batch(batch)
+
+
+def check_batch(batch: AttentionBatch) -> None:
+    """What the kernels ask of a plan's tensors; host data only."""
     require(
         batch.query_starts.dtype == batch.kv_lens.dtype == batch.page_table.dtype == torch.int32
         and batch.page_table.stride(1) == 1

@@ -74,7 +74,7 @@ def attend_span(
             page = tl.load(page_at).to(tl.int64)
         k_at = k_head + (page * k_page + offset * k_token)[:, None] + k_cols[None, :]
         v_at = v_head + (page * v_page + offset * v_token)[:, None] + v_cols[None, :]
-        k = _load_tokens(k_at, inside, k_cols < K_DIM, MASKED, K_DIM != BLOCK_K)
+        k = load_tokens(k_at, inside, k_cols < K_DIM, MASKED, K_DIM != BLOCK_K)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             # The rows' own positions bound the causal part; `end` bounds the last, incomplete block.
@@ -90,14 +90,14 @@ def attend_span(
         decay = tl.exp2(row_max - shift)
         row_sum = row_sum * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None]
-        v = _load_tokens(v_at, inside, v_cols < V_DIM, MASKED, V_DIM != BLOCK_V)
+        v = load_tokens(v_at, inside, v_cols < V_DIM, MASKED, V_DIM != BLOCK_V)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         row_max = new_max
     return acc, row_max, row_sum
 
 
 @triton.jit
-def _load_tokens(
+def load_tokens(
     at,
     token_inside,
     col_inside,

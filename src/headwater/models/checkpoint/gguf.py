@@ -126,7 +126,10 @@ class GGUFCheckpoint:
             if tensor.name == _ROPE_FACTORS:
                 continue  # part of the config
             name, part = _hf_name(tensor.name)
-            yield name, GGUFHandle(self.path, name, tensor, self.config.head_dim if part in reordered else None)
+            yield (
+                name,
+                GGUFHandle(self.path, name, tensor, self.config.attention.head_dim if part in reordered else None),
+            )
 
     def load_tokenizer(self) -> Tokenizer:
         """From the vocabulary inside the file."""
