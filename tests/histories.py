@@ -56,7 +56,9 @@ class HistorySpace:
     """A space of the pool whose chunks are histories, some of them in a far tier. Forgets some at times."""
 
     lookup_s = 0.0
+    has_lower_tiers = True
     identity = SimpleNamespace(epoch=0)
+    spec = SimpleNamespace(extent_bytes=lambda num_tokens: num_tokens)
 
     def __init__(self, chunk_tokens: int, rng: random.Random) -> None:
         self.chunk_tokens = chunk_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from headwater.engine import engine as engine_module
 from headwater.engine.config import EngineConfig
+from headwater.engine.device import Placement, choose_placement
 from headwater.engine.engine import Engine
 from headwater.engine.params import SamplingParams
 
@@ -111,3 +114,30 @@ def test_a_model_replaced_during_the_start_is_not_named_by_the_new_files(
     assert found[1][2] >= 512, "the next one uses the pool"
     alone, _, _ = answer(replace(config, pool=None))
     assert [(tokens, why) for tokens, why, _ in found] == [(alone, "")] * 2
+
+
+def test_random_weights_of_all_ranks_are_those_of_the_config_that_the_first_one_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no file whose state would tell that two ranks run two models; the config alone names them."""
+    model = save_random_checkpoint("llama", tmp_path / "model", seed=1)
+    config = EngineConfig(
+        model=str(model),
+        device="cpu",
+        load_format="dummy",
+        tensor_parallel_size=2,
+        num_threads=1,
+        num_pages=128,
+        max_model_len=1024,
+        pool=f"file://{tmp_path}/pool?capacity=64MiB",
+    )
+    alone, _, _ = answer(replace(config, pool=None))
+
+    def deploy(placed: EngineConfig) -> Placement:
+        old = json.loads((model / "config.json").read_text())
+        (model / "incoming").write_text(json.dumps(old | {"rms_norm_eps": 0.5}))
+        os.replace(model / "incoming", model / "config.json")
+        return choose_placement(placed)
+
+    monkeypatch.setattr(engine_module, "choose_placement", deploy)
+    assert answer(config) == (alone, "", 0)

@@ -69,13 +69,21 @@ class Engine:
         self.side = SchedulerSide(self.space, config, block_size=BLOCK, num_ranks=self.num_ranks, dummy_block=DUMMY)
         self.next_block = 0
 
-    def add(self, name: str, num_tokens: int, *, first: int = 1, blocks: Sequence[int] = ()) -> Request:
+    def add(
+        self,
+        name: str,
+        num_tokens: int,
+        *,
+        first: int = 1,
+        blocks: Sequence[int] = (),
+        inputs: Inputs | None = Inputs(),  # noqa: B008
+    ) -> Request:
         """A request; `blocks` are shared ones, which come first."""
         tokens = [*range(first, first + num_tokens)]
         more = -(-num_tokens // BLOCK) - len(blocks) + 8
         request = Request(name, tokens, [*blocks, *range(self.next_block, self.next_block + more)], num_tokens)
         self.next_block += more
-        self.side.add(name, tokens, num_tokens, Inputs())
+        self.side.add(name, tokens, num_tokens, inputs)
         return request
 
     def load(self, request: Request, num_local: int = 0) -> int:
@@ -131,11 +139,14 @@ def test_what_was_found_for_a_step_is_not_looked_for_again_in_it(space: Space, m
     """A prompt that the engine has itself, and the pool too, but for its last chunk: only that one is asked for, and
     saved. In a later step nothing is taken for granted."""
     engine = Engine(space)
+    first = engine.add("first", 3 * CHUNK)
+    engine.start(first)
+    engine.step((first, 3 * CHUNK))
     fill(space, 3 * CHUNK)
     asked = list[int]()
     exists = space.exists
     monkeypatch.setattr(type(space), "exists", lambda self, refs: asked.append(len(refs)) or exists(refs))
-    request = engine.add("a", 4 * CHUNK)
+    request = engine.add("a", 4 * CHUNK, blocks=first.blocks[: 3 * CHUNK // BLOCK])
     engine.start(request, num_local=3 * CHUNK)
     assert spans(engine.step((request, CHUNK)).during) == [("a", 3 * CHUNK, 4 * CHUNK)]
     assert asked == [1]
@@ -233,61 +244,134 @@ def test_blocks_that_another_request_computes_in_this_step_are_not_taken_before_
     assert spans(orders.during) == [(name, *span) for name in "ab" for span in ((0, 16), (16, 32), (32, 40))]
 
 
-def test_tokens_that_nobody_explains_are_not_saved(space: Space) -> None:
-    """Another connector has loaded them, and may have other names for KV. Once they were saved a step later."""
+# ---- KV that another connector brought ----------------------------------------------------------------------------
+
+
+def bring(engine: Engine, request: Request, num_tokens: int, how: str) -> StepOrders:
+    """Another connector loads a request's first tokens, and the engine computes the rest."""
+    engine.start(request)
+    engine.side.allocated(request.name, request.blocks)
+    if how == "outside the batch":
+        orders = engine.step()
+        assert not orders.before + orders.during
+    request.num_computed = num_tokens
+    return engine.step((request, len(request.tokens) - num_tokens))
+
+
+BRINGS = pytest.mark.parametrize("how", ["in the step", "outside the batch"])
+
+
+@BRINGS
+def test_nothing_of_a_request_is_saved_once_another_connector_loaded_for_it(space: Space, how: str) -> None:
+    """What that one brought, and so what is computed from it, may be the KV of other weights."""
     engine = Engine(space)
     a = engine.add("a", 40)
+    orders = [bring(engine, a, 32, how), *engine.steps(a, 2 * CHUNK)]
+    engine.side.preempted("a")
+    a.num_computed, a.is_new = 0, True
     engine.start(a)
-    a.num_computed = 32
-    assert [spans([*orders.before, *orders.during]) for orders in (engine.step((a, 8)), *engine.steps(a, 20))] == [
-        []
-    ] * 21
+    orders += [engine.step((a, len(a.tokens))), *engine.steps(a, 2)]
     engine.side.finish("a", a.num_computed, a.blocks)
-    assert not engine.step().before
-    b = engine.add("b", 56, blocks=a.blocks[: 48 // BLOCK])
-    engine.start(b, 48)  # in the engine's own cache by now
-    assert not engine.step((b, 8)).during
-    engine.side.finish("b", b.num_computed, b.blocks)
-    assert not engine.step().before
+    orders.append(engine.step())
+    assert not [span for order in orders for span in spans(order.before + order.during)]
 
 
-def test_blocks_that_are_computed_anew_are_saved_again(space: Space) -> None:
+@BRINGS
+def test_a_request_that_is_over_before_it_ran_with_what_another_connector_loaded_is_not_saved(
+    space: Space, how: str
+) -> None:
     engine = Engine(space)
     a = engine.add("a", 40)
     engine.start(a)
-    a.num_computed = 32
-    engine.step((a, 8))
+    engine.side.allocated("a", a.blocks)
+    if how == "in the step":
+        a.num_computed = 32
+        engine.step((a, 8))
+    else:
+        engine.step()
+    engine.side.finish("a", 40, a.blocks)
+    assert not engine.step().before
+
+
+@BRINGS
+def test_nothing_is_saved_of_requests_that_share_what_another_connector_loaded(space: Space, how: str) -> None:
+    """Directly, or by way of a request that computed from it; in the same step, or when the first one is long over."""
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    b = engine.add("b", 64, blocks=a.blocks[:8])
+    c = engine.add("c", 80, blocks=b.blocks[:16])
+    bring(engine, a, 32, how)
     engine.side.finish("a", a.num_computed, a.blocks)
-    b = engine.add("b", 40, first=500, blocks=a.blocks)
-    engine.start(b)
-    assert spans(engine.step((b, 20)).during) == [("b", 0, 16)]
-    assert spans(engine.step((b, 20)).during) == [("b", 16, 32), ("b", 32, 40)]
-    assert not engine.side._foreign.touches(b.blocks[: 40 // BLOCK])
+    engine.start(b, 32)
+    engine.start(c, 64)
+    orders = [engine.step((b, 32), (c, 16)), *engine.steps(b, 20)]
+    for request in (b, c):
+        engine.side.finish(request.name, request.num_computed, request.blocks)
+    orders.append(engine.step())
+    assert not [span for order in orders for span in spans(order.before + order.during)]
 
 
-def test_what_another_loaded_for_a_step_that_never_came_is_not_saved(space: Space) -> None:
+@BRINGS
+def test_blocks_that_another_connector_filled_are_as_good_as_any_once_they_are_computed(space: Space, how: str) -> None:
     engine = Engine(space)
     a = engine.add("a", 40)
-    engine.start(a)
-    engine.side.finish("a", 32, a.blocks)
-    assert not engine.step().before
+    bring(engine, a, 32, how)
+    engine.side.finish("a", a.num_computed, a.blocks)
+    again = engine.add("again", 40, blocks=a.blocks)
+    engine.start(again)
+    assert spans(engine.step((again, 40)).during) == [("again", 0, 16), ("again", 16, 32), ("again", 32, 40)]
+    shares = engine.add("shares", 64, blocks=a.blocks[:8])
+    engine.start(shares, 32)
+    assert spans(engine.step((shares, 32)).during)[-1] == ("shares", 48, 64)
 
 
-def test_a_cache_that_does_not_tell_inputs_apart_explains_nothing(space: Space) -> None:
+def test_a_request_that_must_not_read_caches_is_saved_as_others_are(space: Space) -> None:
     engine = Engine(space)
     a = engine.add("a", 40)
+    engine.side.match_nothing("a", 0)
+    engine.side.allocated("a", a.blocks)
+    assert spans(engine.step((a, 40)).during) == [("a", 0, 16), ("a", 16, 32), ("a", 32, 40)]
+
+
+# ---- KV that an engine's prefix cache takes for a request's -------------------------------------------------------
+
+IMAGE, OTHER_IMAGE, LATER_IMAGE = (Extra("mm.image", bytes([n]) * 32, at, 4) for n, at in ((1, 8), (2, 8), (3, 44)))
+EMBEDS = [Extra("embeds", bytes([n]) * 32, 0, 40) for n in (1, 2)]
+ADAPTERS = [Inputs(adapter=bytes([n]) * 32) for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_saved"),
+    [
+        pytest.param(Inputs(extras=(EMBEDS[0],)), Inputs(extras=(EMBEDS[1],)), False, id="other embeddings"),
+        pytest.param(Inputs(extras=(IMAGE,)), Inputs(extras=(OTHER_IMAGE,)), False, id="another image"),
+        pytest.param(Inputs(extras=(IMAGE,)), Inputs(), False, id="no image"),
+        pytest.param(*ADAPTERS, False, id="another adapter"),
+        pytest.param(Inputs(), Inputs(tenant=b"salt"), False, id="another salt"),
+        pytest.param(None, Inputs(), False, id="inputs without a name"),
+        pytest.param(ADAPTERS[0], Inputs(adapter=bytes([1]) * 32), True, id="the same adapter"),
+        pytest.param(Inputs(extras=(IMAGE,)), Inputs(extras=(LATER_IMAGE, IMAGE)), True, id="a later image"),
+    ],
+)
+def test_a_request_saves_what_it_shares_only_if_that_was_computed_from_its_own_inputs(
+    space: Space, first: Inputs | None, second: Inputs, is_saved: bool
+) -> None:
+    """An engine's prefix cache may not tell two inputs apart that chunk keys tell apart."""
+    engine = Engine(space)
+    a = engine.add("a", 40, inputs=first)
     engine.start(a)
     engine.step((a, 40))
-    b = engine.add("b", 60, blocks=a.blocks[: 32 // BLOCK])
-    engine.side.add("b", b.tokens, 60, Inputs(extras=(Extra("embeds", bytes(32), 0, 60),)), trusts_local=False)
+    engine.side.finish("a", a.num_computed, a.blocks)
+    b = engine.add("b", 64, blocks=a.blocks[:8], inputs=second)
     engine.start(b, 32)
-    assert not engine.step((b, 28)).during
+    orders = [engine.step((b, 32)), *engine.steps(b, 2 * CHUNK)]
     engine.side.finish("b", b.num_computed, b.blocks)
-    assert not engine.step().before
-    c = engine.add("c", 60)
-    engine.side.add("c", c.tokens, 60, Inputs(extras=(Extra("embeds", bytes(32), 0, 60),)), trusts_local=False)
-    engine.start(c)
-    assert spans(engine.step((c, 60)).during) == [("c", first, min(first + 16, 60)) for first in range(0, 60, 16)]
+    orders.append(engine.step())
+    found = [span for order in orders for span in spans(order.before + order.during) if span[0] == "b"]
+    assert found[:2] == ([("b", 0, 16), ("b", 16, 32)] if is_saved else [])
+    alone = engine.add("alone", 64, blocks=b.blocks, inputs=second)
+    engine.start(alone)
+    assert spans(engine.step((alone, 64)).during)[-1] == ("alone", 48, 64), "computed by itself, it is saved"
 
 
 # ---- loads that go along with a step ------------------------------------------------------------------------------

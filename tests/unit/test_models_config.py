@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -458,3 +459,11 @@ def test_a_config_that_transformers_saved(tmp_path: Path) -> None:
     transformers.Qwen3Config(num_hidden_layers=2, vocab_size=500, head_dim=32).save_pretrained(tmp_path)
     config = config_from_hf(json.loads((tmp_path / "config.json").read_text()))
     assert (config.family, config.attention.head_dim, config.num_layers) == ("qwen3", 32, 2)
+
+
+@pytest.mark.parametrize("freq_factors", [None, (1.0, 0.1, 1 / 3, 2.0)])
+def test_a_config_is_the_same_after_a_journey_as_json(freq_factors: tuple[float, ...] | None) -> None:
+    """Ranks get it so from the first one."""
+    made = config_from_hf(LLAMA | {"rope_scaling": LLAMA3, "eos_token_id": [2, 3]})
+    config = replace(made, rope=replace(made.rope, freq_factors=freq_factors))
+    assert ModelConfig.from_fields(json.loads(json.dumps(asdict(config)))) == config

@@ -4,9 +4,10 @@ of every rule, each of which must give other tokens in some family.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from headwater.kernels.routing import RoutingRule
 from headwater.kv.identity import canonical_settings
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.checkpoint.dummy import tensor_shapes
+from headwater.models.config import ModelConfig
 from headwater.models.config_experts import EXPERTS
 from headwater.models.config_hf import config_from_hf
 from headwater.models.decoder import Decoder
@@ -381,6 +383,13 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
 def test_every_field_of_routing_is_in_the_name(name: str, change: dict[str, Any]) -> None:
     names = [canonical_settings(config_from_hf(hf_config(name, **more)).settings) for more in ({}, change)]
     assert names[0] != names[1]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "glm4_moe"])
+def test_a_config_is_the_same_after_a_journey_as_json(name: str) -> None:
+    config = config_from_hf(hf_config(name))
+    assert config.sparse is not None
+    assert ModelConfig.from_fields(json.loads(json.dumps(asdict(config)))) == config
 
 
 def test_what_changes_nothing_is_not_in_the_name() -> None:

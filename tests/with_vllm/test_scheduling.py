@@ -373,21 +373,22 @@ def test_local_hits_of_a_name_that_two_adapters_had_are_not_saved(
     side = make_side(space)
     monkeypatch.setattr(side, "_inputs", lambda request: Inputs(adapter=request.request_id[:1].encode() * 32))
 
-    def saves(name: str, lora: str, num_local: int) -> bool:
-        request = make_request(name, 600)
-        request.lora_request = SimpleNamespace(lora_name=lora)  # type: ignore[assignment]
+    def saves(name: str, shared: Sequence[int] = ()) -> bool:
+        """The first letter is the adapter's, and each number has blocks of its own beside those that it shares."""
+        request, num_local = make_request(name, 600), 16 * len(shared)
+        request.lora_request = SimpleNamespace(lora_name="summaries")  # type: ignore[assignment]
         assert match(side, request, num_local) == 0
         request.num_computed_tokens = num_local
         first = 1000 * int(name[1:])
-        step = make_step(new=[(request, [*range(first, first + 38)])], scheduled={name: 600 - num_local})
+        step = make_step(new=[(request, [*shared, *range(first, first + 38)][:38])], scheduled={name: 600 - num_local})
         return bool(saved(side.order(step)))
 
-    assert saves("a1", "summaries", 0)
-    assert saves("a2", "summaries", 512)
-    assert not saves("b3", "summaries", 512)
-    assert not saves("a4", "summaries", 512)
-    assert saves("b5", "summaries", 0)
-    assert saves("b6", "translations", 512)
+    assert saves("a1")
+    assert saves("a2", range(1000, 1032))
+    assert not saves("b3", range(1000, 1032))
+    assert saves("b4")
+    assert not saves("a5", range(4000, 4032))
+    assert saves("b6", range(4000, 4032))
 
 
 def test_a_new_epoch_takes_back_what_was_not_ordered_yet(space: Space) -> None:

@@ -257,6 +257,24 @@ def test_files_that_came_during_the_start_are_those_of_the_commit(hub: Path) -> 
         name_weights(moving, OPTIONS)
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_blob_whose_name_says_nothing_of_its_content_is_judged_by_its_age(hub: Path, is_large: bool) -> None:
+    """Some mirrors give large files names of 40 digits, too: those of git stand for small ones."""
+    snapshot = hub / "models--acme--tiny" / "snapshots" / COMMIT
+    content = b"w" * ((65 << 20) if is_large else 1000)
+    name = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() if not is_large else "a" * 40
+    (snapshot / "model.safetensors").unlink()
+    (hub / "models--acme--tiny" / "blobs" / name).write_bytes(content)
+    (snapshot / "model.safetensors").symlink_to(f"../../blobs/{name}")
+    options = {"download_dir": str(hub), "revision": COMMIT, "load_format": "safetensors"}
+    config = config_of("acme/tiny", instance_id=str(time.time_ns()), **options)
+    if is_large:
+        with pytest.raises(DeclinedError, match="restart to use the pool"):
+            name_weights(config, OPTIONS)
+        config = started(config_of("acme/tiny", **options))
+    assert name_weights(config, OPTIONS).startswith("sha256:")
+
+
 # -- before and after ---------------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ class Finder:
         Cost: hashing what is new of the tokens, and a few microseconds a chunk; where the pool's index is not on this
         host, what `asker` allows at most. Asked again, it looks again, unless a fetch is under way.
         """
-        tracked.num_local, tracked.num_explained = num_local, num_local if tracked.trusts_local else 0
+        tracked.num_local = tracked.num_explained = num_local
         if not self._config.loads or tracked.inputs is None or not tracked.may_load:
             return NOTHING
         if tracked.is_queued and self.fetches.is_full:

@@ -17,6 +17,7 @@ from headwater.connector.config import AUTO, ConnectorConfig
 from headwater.connector.events import Listener, NoListener
 from headwater.connector.finder import Finder, LoadPlan
 from headwater.connector.orders import ASYNC, LAYERWISE, Job, LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.origins import Origins
 from headwater.connector.spoiled import Spoiled
 from headwater.connector.stats import SchedulerCounts, TransferStats
 from headwater.connector.tracker import BlockIds, Inputs, LostChunks, SaveProgress, Scheduled, Tracked
@@ -86,10 +87,9 @@ class SchedulerSide:
         """Loads that have ended on some ranks."""
         self._former: dict[str, Tracked] = {}
         """By id that is used again: the former owner, whose load has not ended."""
-        self._foreign = Spoiled(block_size)
-        """Blocks whose KV nobody here can vouch for, and those that were computed from them: they are not saved."""
         self._is_clean = True
         """Whether the engine's own cache holds KV of this epoch alone."""
+        self._origins = Origins(block_size)
         self._uncertain = Uncertain()
         self._held: list[_Held] = []
         """Requests that are over, since the last step was ordered."""
@@ -107,12 +107,8 @@ class SchedulerSide:
         inputs: Inputs | None = Inputs(),  # noqa: B008
         *,
         label: str | None = None,
-        trusts_local: bool = True,
     ) -> None:
-        """A new request. Hashes its prompt. Without `inputs` it is served without the pool.
-
-        `trusts_local`: whether KV of the engine's own cache that it gets is certain to be that of its inputs.
-        """
+        """A new request. Hashes its prompt. Without `inputs` it is served without the pool."""
         inputs = inputs if self._is_clean else None
         if (former := self._tracked.pop(request_id, None)) is not None:  # an id that is used again
             if former.load is None:
@@ -142,7 +138,6 @@ class SchedulerSide:
             saves,
             label=label,
             may_load=request_id not in self._former,
-            trusts_local=trusts_local,
         )
 
     def match(self, request_id: str, num_local: int) -> LoadPlan | None:
@@ -172,6 +167,16 @@ class SchedulerSide:
             return ASYNC
         others = (*self._tracked.values(), *self._former.values())
         return ASYNC if any(other.is_busy for other in others if other is not tracked) else LAYERWISE
+
+    def match_nothing(self, request_id: str, num_local: int) -> None:
+        """The engine has `num_local` tokens of a request itself, and it is to load nothing."""
+        tracked = self._tracked[request_id]
+        tracked.num_local = tracked.num_explained = num_local
+
+    def allocated(self, request_id: str, block_ids: BlockIds) -> None:
+        """A request got these blocks. If it is not in the next step, and loads nothing from here, another connector
+        loads into them."""
+        self._origins.allocated[request_id] = block_ids
 
     def start_load(self, request_id: str, block_ids: BlockIds) -> None:
         """Order the load of what was matched last, into these blocks: the request's, from its first token on.
@@ -239,8 +244,9 @@ class SchedulerSide:
         self._space = space
         self._is_clean = is_clean
         self._before.clear()
+        self._origins.clear()
         for tracked in self._tracked.values():
-            tracked.may_save = tracked.may_load = False
+            tracked.may_load, tracked.is_foreign = False, True
             if tracked.load is None:
                 self._finder.drop_fetch(tracked)
 
@@ -250,17 +256,17 @@ class SchedulerSide:
         self._step += 1
         during: list[SaveOrder] = []
         self._drop_held()
+        self._origins.note(scheduled, self._tracked)
         if self._uncertain:
             self._uncertain.spread([item.block_ids for item in scheduled])
         for item in scheduled:
             tracked = self._tracked[item.request_id]
             tracked.block_ids = item.block_ids
-            self._note_foreign(tracked, item)
             if self._spoiled and self._spoiled.touches(item.block_ids):
                 tracked.is_suspect = True
             if tracked.load is None:
                 self._finder.drop_fetch(tracked)  # it computes what it could have loaded
-                if not self.is_uncertain(item.block_ids) and item.num_computed <= tracked.num_explained:
+                if not self.is_uncertain(item.block_ids):
                     during += self._save_step(tracked, item)
             tracked.is_fresh = False
             tracked.num_computed = tracked.num_explained = item.num_computed + item.num_scheduled
@@ -362,12 +368,11 @@ class SchedulerSide:
         num_tokens = self._num_to_save(tracked, num_computed)
         if self._spoiled:
             num_tokens = self._spoiled.num_right(tracked.block_ids, num_tokens)
-        if self._foreign:
-            num_tokens = self._foreign.num_right(tracked.block_ids, num_tokens)
         tracked.saves.looked(num_tokens)
         limit = tracked.saves.limit(num_tokens, ends=ends)
-        if limit <= tracked.saves.num_saved or tracked.inputs is None or not tracked.may_save or not self._config.saves:
+        if limit <= tracked.saves.num_saved or not self._may_save(tracked):
             return []
+        assert tracked.inputs is not None
         tracked.extend_keys(limit)
         chunks = tracked.saves.chunks(tracked.keys, limit)
         tracked.saves.num_saved = limit
@@ -379,6 +384,9 @@ class SchedulerSide:
         block_ids = np.array(tracked.block_ids, np.int32)
         tenant, adapter, _ = tracked.inputs
         return [SaveOrder(Job.of(tracked.request_id, chunks, block_ids), tenant, adapter)]
+
+    def _may_save(self, tracked: Tracked) -> bool:
+        return self._config.saves and tracked.inputs is not None and not tracked.is_foreign
 
     def _num_to_save(self, tracked: Tracked, num_computed: int) -> int:
         """Of the first `num_computed` tokens: those that can be named, and are wanted in the pool."""
@@ -433,10 +441,8 @@ class SchedulerSide:
         end = chunks[num_chunks - 1].first_token + chunks[num_chunks - 1].num_tokens if num_chunks else 0
         self.counts.load_ended(request_id, end)
         tracked.num_explained = max(tracked.num_explained, end)
-        if load.mode == ASYNC and num_chunks:
-            for blocks in (self._spoiled, self._foreign):
-                if blocks:
-                    blocks.rewrite(load.job.block_ids.tolist(), load.num_local, end)
+        if load.mode == ASYNC and self._spoiled and num_chunks:
+            self._spoiled.rewrite(load.job.block_ids.tolist(), load.num_local, end)
         if num_chunks < len(chunks):  # the engine computes the rest, which is then as good as new
             tracked.saves.lower(chunks[num_chunks].first_token)
             tracked.may_load = False  # once is enough: what failed would be found, and fail, again
@@ -457,22 +463,6 @@ class SchedulerSide:
             self._last_saves[tracked.request_id] = saves, saves.num_saved
             while len(self._last_saves) > MAX_ENDED:
                 del self._last_saves[next(iter(self._last_saves))]
-
-    # ---- blocks of others ---------------------------------------------------------------------------------------
-    def _note_foreign(self, tracked: Tracked, item: Scheduled) -> None:
-        """Tell blocks whose KV came from elsewhere, such as another connector, and what this step computes from them,
-        from those that are as good as new after it."""
-        load, num_explained = tracked.load, tracked.num_explained
-        if load is not None:
-            num_explained = max(num_explained, load.job.chunks[-1].first_token + load.job.chunks[-1].num_tokens)
-        if item.num_computed > num_explained:
-            self._foreign.add(item.block_ids[num_explained // self._block_size :])
-        elif self._foreign:
-            start = item.num_computed if load is None else load.num_local
-            if (num_right := self._foreign.num_right(item.block_ids, start)) < start:
-                self._foreign.add(item.block_ids[num_right // self._block_size :])
-            else:
-                self._foreign.rewrite(item.block_ids, start, item.num_computed + item.num_scheduled)
 
     # ---- blocks that are wrong ----------------------------------------------------------------------------------
     def _spoil(self, invalid_blocks: set[int]) -> None:

@@ -176,10 +176,11 @@ class Tracked:
     """The engine has ended it, and its load has not ended yet."""
     is_suspect: bool = False
     """Some of its blocks are, or were, spoiled."""
+    is_foreign: bool = False
+    """Some of its KV came from elsewhere, or was computed from such (see `origins`): nothing of it is saved."""
+    num_noted: int = 0
+    """Blocks whose origin is noted."""
     may_load: bool = True
-    may_save: bool = True
-    trusts_local: bool = True
-    """Whether the engine's own cache tells all inputs apart that this request differs in from others."""
 
     @property
     def is_busy(self) -> bool:

@@ -103,7 +103,7 @@ class Executor:
         """What rank 0 has to tell; its loads end in a thread of their own."""
         self._told: StepOrders | None = None
         """The orders that the other ranks were told last."""
-        self._ranks = RankGroup(config, placement)
+        self._ranks = RankGroup(config, placement, checkpoint.config)
         try:
             self._runner = Runner(checkpoint, self._ranks.parallel, config, placement, progress=progress)
             self.plan = self._allocate(checkpoint, config, placement)

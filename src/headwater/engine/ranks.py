@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,11 +33,13 @@ from headwater.engine.sizing import MemoryReport
 from headwater.engine.wire import Message, receive, send
 from headwater.errors import EngineDeadError, EngineError, HeadwaterError
 from headwater.kv.identity import Identity
+from headwater.models.config import ModelConfig
 from headwater.models.parallel import TensorParallel
 from headwater.pool.pool import open_pool
 
 if TYPE_CHECKING:
     from headwater.engine.runner import Runner
+    from headwater.models.checkpoint import Checkpoint
 
 _dist: Any = torch.distributed  # its classes are made in C++, and half of them are unknown to type checkers
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
@@ -50,7 +53,8 @@ NUM_INPUT_ARRAYS = len(StepInput.__slots__)
 class RankGroup:
     """The other ranks, as rank 0 sees them. With one rank there are none, and every method does nothing."""
 
-    def __init__(self, config: EngineConfig, placement: Placement) -> None:
+    def __init__(self, config: EngineConfig, placement: Placement, model: ModelConfig) -> None:
+        """`model` is what rank 0 runs: random weights are made from it on every rank."""
         self._report = StepReport()
         """What the other ranks have said, and nobody has asked for yet."""
         self._children: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
@@ -64,6 +68,7 @@ class RankGroup:
                 child = _spawn(fd)
                 self._children.append(child)
                 fields = {"config": asdict(config), "rank": rank, "size": size, "meeting": [fd, prefix]}
+                fields["model"] = asdict(model)
                 send(child[1], "start", fields)
             for _, sock in self._children:
                 self._expect(sock, "joined")  # one that dies before would leave the rest waiting in the group
@@ -168,8 +173,6 @@ class RankGroup:
 
 def run_rank(sock: socket.socket) -> None:
     """The life of a rank other than 0. Returns when rank 0 closes the socket."""
-    from headwater.models.checkpoint import open_checkpoint
-
     start = receive(sock)
     config = EngineConfig(**start.fields["config"])
     rank, size = int(start.fields["rank"]), int(start.fields["size"])
@@ -182,8 +185,7 @@ def run_rank(sock: socket.socket) -> None:
         parallel = TensorParallel(rank, size, _make_group(store, rank, size, placement.device))
         from headwater.engine.runner import Runner
 
-        checkpoint = open_checkpoint(config.model, config.load_format)
-        runner = Runner(checkpoint, parallel, config, placement)
+        runner = Runner(_open(config, start.fields["model"]), parallel, config, placement)
         send(sock, "loaded", runner.report._asdict())
         _follow(sock, runner, config)
     except EngineDeadError:
@@ -194,6 +196,17 @@ def run_rank(sock: socket.socket) -> None:
         if isinstance(error, HeadwaterError):
             sys.exit(1)  # rank 0 says what it was; nobody needs to hear it once per rank
         raise
+
+
+def _open(config: EngineConfig, model: dict[str, Any]) -> Checkpoint:
+    """The checkpoint that rank 0 runs. Its files are compared before their KV gets a name; random weights have none, so
+    the config that names them is the one that rank 0 has read."""
+    from headwater.models.checkpoint import open_checkpoint
+    from headwater.models.checkpoint.dummy import DummyCheckpoint
+
+    if config.load_format == "dummy":
+        return DummyCheckpoint(ModelConfig.from_fields(model), Path(config.model), config.model)
+    return open_checkpoint(config.model, config.load_format)
 
 
 def set_num_threads(config: EngineConfig, placement: Placement) -> None:

@@ -1,10 +1,12 @@
 """Digests of files that have not changed since they were read, in one JSON file per user; losing it costs a reading.
 
-Believing an entry takes trust in three things: that nobody else wrote the file (owner and mode are checked, of its
-directory too), that the file system notes every change (see `KEEPS_TIMES`), and that none went unnoted. The last one is
-about mappings: Linux notes the first write to a page through a shared mapping, and no further one until the page has
-gone to disk. So a file's pages are sent to disk before it is read (`settle`), and every write after that is noted.
-There remains what root may do: set the clock back, or write to the disk below the file system.
+Believing an entry takes trust in four things: that nobody else wrote the file (owner and mode are checked, of its
+directory too), that the file system notes every change (see `KEEPS_TIMES`), that no other file has the same key, and
+that no change went unnoted. Keys tell files apart by their ctime, if a running system set it: those of file system
+images may have whole seconds, and are not believed. The last one is about mappings: Linux notes the first write to a
+page through a shared mapping, and no further one until the page has gone to disk. So a file's pages are sent to disk
+before it is read (`settle`), and every write after that is noted. There remains what root may do: set the clock
+back, or write to the disk below the file system.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class DigestCache:
         return {k: v for k, v in data["files"].items() if isinstance(v, str) and _HEX_256.fullmatch(v)}
 
     def _keeps_times(self, state: FileState) -> bool:
-        return file_system(state.real_path, self._mounts) in KEEPS_TIMES
+        # A tool that makes images sets times in whole seconds, and two of its images may be mounted in one place.
+        is_own = state.ctime_ns % 1_000_000_000 != 0
+        return is_own and file_system(state.real_path, self._mounts) in KEEPS_TIMES
 
 
 def _read_own_file(folder: Path, name: str) -> bytes:

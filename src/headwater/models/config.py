@@ -8,6 +8,7 @@ is refused when the config is built, not approximated.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -200,6 +201,20 @@ class ModelConfig:
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ModelError(f"end-of-sequence token {token_id} is outside the vocabulary of {self.vocab_size}")
+
+    @classmethod
+    def from_fields(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """The config that `dataclasses.asdict` was asked about, also after a journey as JSON."""
+        rope, sparse, mlp = dict(values["rope"]), values["sparse"], values["mlp"]
+        if rope["freq_factors"] is not None:
+            rope["freq_factors"] = tuple(rope["freq_factors"])
+        made = dict(values) | {"attention": GQAConfig(**values["attention"]), "rope": RopeConfig(**rope)}
+        if mlp is not None:
+            made["mlp"] = DenseConfig(**mlp)
+        if sparse is not None:
+            nested = {"routing": RoutingRule(**sparse["routing"]), "layers": tuple(sparse["layers"])}
+            made["sparse"] = SparseConfig(**{**sparse, **nested})
+        return cls(**made | {"eos_token_ids": tuple(values["eos_token_ids"])})
 
     @property
     def num_parameters(self) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 from headwater.errors import HeadwaterError, WeightsChangedError
 from headwater.integrations.vllm.declined import DeclinedError
-from headwater.kv.checkpoint import check_unchanged
+from headwater.kv.checkpoint import MAX_GIT_BYTES, check_unchanged
 from headwater.kv.files import FileState, last_change
 
 _ATTRIBUTE = "_headwater_files"
@@ -182,6 +182,7 @@ def _is_pinned(state: FileState, commit: str) -> bool:
         and snapshot.parent.name == "snapshots"
         and blob.parent == snapshot.resolve().parents[1] / "blobs"
         and _BLOB.fullmatch(blob.name) is not None
+        and (len(blob.name) == 64 or state.size <= MAX_GIT_BYTES)  # a larger one is not git's, and not checked
         and (not state.name.endswith((".json", ".py")) or _is_whole(blob))
     )
 

@@ -135,8 +135,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         return found
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Order the load."""
-        if self._steps is not None and num_external_tokens:
+        """Note the blocks, and order the load."""
+        if self._steps is not None:
             self._steps.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -27,22 +27,19 @@ class Steps:
         self._adapters = adapters or Adapters()
         self._requests: dict[str, Any] = {}
         self._block_ids: dict[str, list[int]] = {}
-        self._lora_names: dict[str, set[bytes | None]] = {}
-        """By the name of an adapter: which ones had it."""
 
     def add(self, request: Any) -> None:
         """A new request, or one whose id was another's before."""
         request_id = request.request_id
         if self._requests.get(request_id) is not request:
             self._requests[request_id] = request
-            lora, inputs = request.lora_request, self._inputs(request)
+            lora = request.lora_request
             self.side.add(
                 request_id,
                 request.all_token_ids,
                 request.num_prompt_tokens,
-                inputs,
+                self._inputs(request),
                 label=lora.lora_name if lora else None,
-                trusts_local=self._is_told_apart(request, inputs),
             )
 
     def match(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
@@ -50,6 +47,7 @@ class Steps:
         outside the batch."""
         self.add(request)
         if request.skip_reading_prefix_cache:
+            self.side.match_nothing(request.request_id, num_computed)
             return 0, False
         plan = self.side.match(request.request_id, num_computed)
         if plan is None:
@@ -58,6 +56,7 @@ class Steps:
 
     def allocated(self, request: Any, block_ids: list[int], num_external: int) -> None:
         """Blocks for a request, `num_external` tokens of which are to be loaded."""
+        self.side.allocated(request.request_id, block_ids)
         if num_external:
             self.side.start_load(request.request_id, block_ids)
 
@@ -123,17 +122,6 @@ class Steps:
             elif more:
                 self._block_ids[request_id] += more
         return new
-
-    def _is_told_apart(self, request: Any, inputs: Inputs | None) -> bool:
-        """Whether vLLM's own cache has KV of the same inputs only. It knows an adapter by the name that it was given,
-        and of prompt embeddings not which of them stand for tokens."""
-        if request.prompt_embeds is not None:
-            return False
-        if request.lora_request is None:
-            return True
-        known = self._lora_names.setdefault(request.lora_request.lora_name, set())
-        known.add(None if inputs is None else inputs.adapter)
-        return len(known) == 1
 
     def _inputs(self, request: Any) -> Inputs | None:
         if request.mm_features and not self._hashes_inputs:
