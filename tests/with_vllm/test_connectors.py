@@ -72,6 +72,34 @@ def test_beside_another_connector(qwen3: Path, pool_url: str, log_file: Path, tm
         assert metrics["headwater_pool_loaded_tokens"] == HIT
 
 
+def test_what_another_connector_loaded_is_not_saved(qwen3: Path, pool_url: str, log_file: Path, tmp_path: Path) -> None:
+    """ExampleConnector names KV by its tokens alone: what it brings may be that of any model."""
+    ours = settings_of(qwen3, pool_url, extra={"epoch": 7})
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
+    }
+    with engine(log_file, {**ours, "kv_transfer_config": example}) as other:
+        other.ask("generate", prompts=[PROMPT], max_tokens=1)
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [example, ours["kv_transfer_config"]]},
+    }
+    alone = random_tokens(701, 600)
+    with engine(log_file, {**ours, "kv_transfer_config": both}) as running:
+        assert running.ask("generate", prompts=[PROMPT], max_tokens=NUM_NEW)["external"] > 0, "nothing was loaded"
+        running.ask("generate", prompts=[PROMPT + alone[:300]], max_tokens=NUM_NEW)  # shares blocks
+        running.ask("generate", prompts=[alone], max_tokens=NUM_NEW)
+        wait_for_hits(pool_url, [alone], epoch=7)
+    with open_pool(pool_url) as pool:
+        found = [space for space in spaces(pool) if space.identity.epoch == 7]
+        assert found
+        assert all(space.match(space.keys(PROMPT)).num_tokens == 0 for space in found)
+
+
 def save_lora(directory: Path, seed: int) -> Path:
     """A LoRA for the attention of the random Qwen3."""
     import torch
