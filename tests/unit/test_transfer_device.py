@@ -25,6 +25,7 @@ from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
 from headwater.transfer.load import Loader  # noqa: E402
 from headwater.transfer.load_job import Load  # noqa: E402
 from headwater.transfer.movers import cuda  # noqa: E402
+from headwater.transfer.movers.cpu import CpuPlacer  # noqa: E402
 from headwater.transfer.pipeline import Pipeline  # noqa: E402
 from headwater.transfer.ring import Room, StagingRing  # noqa: E402
 from headwater.transfer.save import Saver  # noqa: E402
@@ -38,6 +39,7 @@ from transfer_layer_cases import (  # noqa: E402
     check_layer_save,
     check_never_computed,
     check_save_in_a_step,
+    write_noise,
 )
 from transfer_pool_cases import (  # noqa: E402
     EXTENT,
@@ -48,6 +50,7 @@ from transfer_pool_cases import (  # noqa: E402
     check_save,
     check_save_together,
     check_several_by_layers,
+    flip_byte,
     make_cache,
     make_saver,
     open_space,
@@ -227,6 +230,34 @@ def test_layer_by_layer_where_the_store_is_not_mapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_a_damaged_tile_ends_a_load_by_layers(layer: int) -> None:
     check_layer_damage(MAPPED, "cpu", layer)
+
+
+def test_chunks_before_a_damaged_one_are_waited_for(mover: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another request of the same step may share them, and nobody tells it that the load has failed."""
+    bring = CpuPlacer.bring
+
+    def bring_late(self: CpuPlacer, load: Load, batch: Any, layers: range) -> None:
+        if layers[0]:
+            threading.Event().wait(0.05)
+        bring(self, load, batch, layers)
+
+    monkeypatch.setattr(CpuPlacer, "bring", bring_late)
+    with open_space(MAPPED) as (_, space, chunks):
+        shard, done = whole_shard(SPEC), transfer_pool_cases.Done()
+        view, blocks = make_cache(shard, "cpu")
+        whole = write_noise(space, chunks)
+        flip_byte(space, chunks[5], 3)
+        loader = transfer_pool_cases.make_loader(
+            space, view, shard, staging_bytes=64 * EXTENT, deadline_s=30.0, on_done=done, group_bytes=1
+        )
+        loader.load("r", chunks, blocks, layerwise=True)
+        for number, layer in enumerate(shard.layers):
+            loader.wait_layer(layer)
+            found = tiles_of(view, shard, chunks[:5], blocks)
+            assert all(np.array_equal(mine[number], want[number]) for mine, want in zip(found, whole, strict=False))
+        loader.finish_layers()
+        assert done.next() == ("r", 5)
+        loader.close()
 
 
 @pytest.mark.parametrize("group_bytes", [1, None])

@@ -203,11 +203,9 @@ class Pipeline:
         return True
 
     def _narrow(self, load: Load, num_good: int) -> None:
-        """Something is missing or damaged: not all that was asked for will come."""
-        if num_good < load.num_good:
-            with self._changed:
-                load.num_good, load.is_given_up = num_good, True
-                self._changed.notify_all()
+        """Something is missing or damaged: not all that was asked for will come. What comes before it is still waited
+        for: other requests of the step may share it."""
+        load.num_good = min(load.num_good, num_good)
 
     # ---- looking up and bringing --------------------------------------------------------------------------------
     def _look_up(self, load: Load, first: int, size: int) -> Part | None:
