@@ -244,6 +244,17 @@ def test_blocks_that_another_request_computes_in_this_step_are_not_taken_before_
     assert spans(orders.during) == [(name, *span) for name in "ab" for span in ((0, 16), (16, 32), (32, 40))]
 
 
+def test_a_request_that_waits_when_an_epoch_begins_belongs_to_it(space: Space) -> None:
+    """Nothing of it is computed. Once it was never saved, nor was any request that shared its blocks."""
+    engine = Engine(space)
+    a = engine.add("a", 40)
+    engine.side.start_epoch(space)
+    engine.start(a)
+    assert spans(engine.step((a, 40)).during) == [("a", 0, 16), ("a", 16, 32), ("a", 32, 40)]
+    engine.side.start_epoch(space)
+    assert not engine.steps(a, 2 * CHUNK)[-1].before, "computed with other weights"
+
+
 # ---- KV that another connector brought ----------------------------------------------------------------------------
 
 
@@ -997,7 +1008,7 @@ def test_no_fetch_is_left_behind(space: Space, how: str, is_done: bool) -> None:
     elif how == "computed instead":
         engine.step((a, 60))
     elif how == "epoch":
-        engine.side.start_epoch(space)
+        engine.side.start_epoch(space, is_clean=False)
         assert engine.side.match("a", 0) == (0, "async")
     else:
         engine.add("a", 12)

@@ -27,7 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from headwater.connector.config import LOAD_MODES, ConnectorConfig
 from headwater.connector.events import NoListener
-from headwater.connector.orders import StepOrders
+from headwater.connector.orders import StepOrders, StepReport
 from headwater.connector.scheduler import SchedulerSide
 from headwater.integrations.vllm import steps
 from headwater.integrations.vllm.connector import HeadwaterConnector
@@ -53,8 +53,8 @@ class Connector(HeadwaterConnector):
         self._events = NoListener()
         self._member = None
         self._epoch, self._stale_epoch = 0, None
-        self._takeback = Takeback.of_caller() if depth > 1 else None
-        self.side.loads_in_step = depth == 1
+        self._takeback = Takeback.of_caller()
+        self.side.loads_in_step = False
 
     def get_kv_connector_stats(self) -> None:
         return None
@@ -292,6 +292,51 @@ def test_what_a_preempted_request_said_is_dropped_while_its_load_is_not_known(
     server.step()
     assert server.scheduler.requests["b"].num_preemptions
     check_end(server, prompts, set())
+
+
+class FailingServer(Server):
+    """Its worker leaves the pool in the step whose load fails."""
+
+    has_failed = False
+
+    def _execute(self, output: Any) -> ModelRunnerOutput:
+        result = super()._execute(output)
+        told = result.kv_connector_output
+        assert told is not None
+        if told.invalid_block_ids and not self.has_failed:
+            self.has_failed = True
+            told.kv_connector_worker_meta = WorkerMetadata(StepReport(declined="it is broken"))
+        return result
+
+
+@pytest.mark.parametrize("mode", ["auto", "layerwise", "blocking"])
+@pytest.mark.parametrize("is_aborted", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_shares_wrong_blocks_after_the_pool_is_off(
+    configs: dict[tuple[int, int], VllmConfig], depth: int, is_aborted: bool, mode: str
+) -> None:
+    """A request whose worker failed with its load is aborted, or computes its prompt anew in several steps, and another
+    one finds its blocks in vLLM's own cache. Nobody is left who knows which blocks are wrong."""
+    space = HistorySpace(4, random.Random(1))
+    space.drop_rate, space.far_rate, space.fail_rate = 0.0, 0.0, 1.0
+    server = FailingServer(configs[depth, 8], space, mode, 64, depth)
+    prompt = [3 + (i * i // 3) % 2 for i in range(40)]
+    for chunk in space.keys(prompt).chunks(tail=False):
+        space.kept[chunk.key] = tuple(prompt[: chunk.first_token + chunk.num_tokens])
+    server.add("first", prompt, 4)
+    for _ in range(depth):
+        server.step()
+    assert server.has_failed
+    if is_aborted:
+        server.abort("first")
+    server.add("second", [*prompt, 3], 4)
+    for _ in range(300):
+        if server.has_work:
+            server.step()
+    assert not server.has_work
+    assert server.connector._steps is None
+    assert server.said["second"] == expected([*prompt, 3], 4)
+    assert is_aborted or server.said["first"] == expected(prompt, 4)
 
 
 def check_end(server: Server, prompts: dict[str, tuple[list[int], int]], aborted: set[str]) -> None:

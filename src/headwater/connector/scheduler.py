@@ -245,10 +245,13 @@ class SchedulerSide:
         self._is_clean = is_clean
         self._before.clear()
         self._origins.clear()
-        for tracked in self._tracked.values():
+        for tracked in [*self._tracked.values()]:
             tracked.may_load, tracked.is_foreign = False, True
             if tracked.load is None:
                 self._finder.drop_fetch(tracked)
+                if is_clean and not len(tracked.block_ids):  # nothing of it is computed: it belongs to the new epoch
+                    request = tracked.request_id, tracked.tokens, tracked.num_prompt, tracked.inputs
+                    self.add(*request, label=tracked.label)
 
     # ---- steps --------------------------------------------------------------------------------------------------
     def order(self, scheduled: Sequence[Scheduled], *, is_idle: bool = False) -> StepOrders:

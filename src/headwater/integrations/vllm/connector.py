@@ -93,8 +93,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._set_failure_policy()
             self._options = settle_load_mode(self._options, why_outside(vllm_config, self._options.connector.load_mode))
-            if vllm_config.max_concurrent_batches > 1:
-                self._takeback = Takeback.of_caller()
+            self._takeback = Takeback.of_caller()
             try:
                 self._steps, self._member = start_scheduling(vllm_config, kv_cache_config, self._options, self._events)
             except DeclinedError as error:
@@ -102,7 +101,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             except Exception:
                 log.exception("Headwater is off: it could not be started")
             if self._steps is not None:
-                self._steps.side.loads_in_step = vllm_config.max_concurrent_batches == 1
+                self._steps.side.loads_in_step = False  # until vLLM's scheduler is made
 
     # ---- the scheduler side -------------------------------------------------------------------------------------
     @property
@@ -111,14 +110,13 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """vLLM's scheduler is made: if it schedules ahead, loads go along with steps only if it can take them back."""
-        if self._steps is None or self._steps.side.loads_in_step:
-            return
+        """vLLM's scheduler is made: loads go along with steps only if it can take these back."""
         why_not = "its scheduler did not make the connector" if self._takeback is None else self._takeback.why_not()
-        self._steps.side.loads_in_step = not why_not
+        if self._steps is not None:
+            self._steps.side.loads_in_step = not why_not
         if why_not:
             self._takeback = None
-            settle_load_mode(self._options, f"it schedules ahead, and {why_not}")
+            settle_load_mode(self._options, why_not)
 
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt."""
@@ -172,8 +170,9 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._hear(connector_output)
         invalid = connector_output.invalid_block_ids
         if self._takeback is not None and invalid:
-            # An exception here ends vLLM: the next tokens would be wrong.
-            self._takeback.take_back(invalid | (self._steps.side.wrong_blocks if self._steps is not None else set()))
+            # An exception here ends vLLM: the next tokens would be wrong. Where nobody has kept the account of who
+            # computed what from which blocks, nothing is believed any more.
+            self._takeback.take_back(invalid | self._steps.side.wrong_blocks if self._steps is not None else None)
 
     def _hear(self, connector_output: KVConnectorOutput) -> None:
         told = connector_output.kv_connector_worker_meta

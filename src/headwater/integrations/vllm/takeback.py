@@ -1,8 +1,9 @@
-"""Takes back what vLLM computed from a load that went along with a step and failed, where vLLM schedules steps ahead.
+"""Takes back what vLLM computed from a load that went along with a step and failed.
 
-With async scheduling, step N+1 is scheduled before the report of step N is heard. vLLM drops what N said of requests
-whose blocks are reported as wrong, and nothing of what N+1 says. So such requests are preempted here in the way of
-vLLM's own `reset_prefix_cache`, which drops all output that is under way, and their blocks leave the prefix cache.
+vLLM drops what the step said of requests whose blocks are reported as wrong, and leaves the blocks in its prefix cache
+until those requests have computed them anew. With async scheduling, step N+1 is scheduled before the report of step N
+is heard, and what N+1 says counts. So such requests are preempted here in the way of vLLM's own `reset_prefix_cache`,
+which drops all output that is under way, and their blocks leave the prefix cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headwater.connector.config import AUTO
 from headwater.connector.uncertain import followers
 
 _SCHEDULER = ("running", "requests", "prev_step_scheduled_req_ids", "kv_cache_manager")
-_MANAGER = ("get_block_ids", "evict_blocks")
+_MANAGER = ("get_block_ids", "evict_blocks", "block_pool")
 _REQUEST = ("num_stale_output_tokens", "drop_stale_output")
 
 
@@ -72,13 +73,14 @@ class Takeback:
         for request in filter(None, map(requests.get, request_ids)):
             request.drop_stale_output = True
 
-    def take_back(self, wrong_blocks: set[int]) -> None:
-        """Preempt every running request that has one of these blocks, drop what is under way for it, and let nobody
-        else find what was computed from them. To be called at the end of `update_from_output`."""
+    def take_back(self, wrong_blocks: set[int] | None) -> None:
+        """Preempt every running request that has one of these blocks (None: of all blocks), drop what is under way for
+        it, and let nobody else find what was computed from them. To be called at the end of `update_from_output`."""
         scheduler = self._made()
         manager = scheduler.kv_cache_manager
         blocks = {request: manager.get_block_ids(request.request_id)[0] for request in scheduler.running}
-        wrong = followers(wrong_blocks, list(blocks.values()))
+        every = range(manager.block_pool.num_gpu_blocks) if wrong_blocks is None else wrong_blocks
+        wrong = followers(every, list(blocks.values()))
         manager.evict_blocks(wrong)
         affected = [request for request, block_ids in blocks.items() if not wrong.isdisjoint(block_ids)]
         scheduler.running = [request for request in scheduler.running if request not in affected]
