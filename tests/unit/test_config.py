@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -179,13 +180,23 @@ def test_the_command_shows_pools_without_passwords(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("option", ["ca", "password_file"])
 def test_the_command_looks_for_files_that_a_tier_names(option: str, tmp_path: Path) -> None:
     path, named = tmp_path / "headwater.toml", tmp_path / "named"
-    path.write_text(f'[pools]\nfleet = "shm:///a,rediss://cache?{option}={named}"\n')
-    outcome = CliRunner().invoke(app, ["config", "check", str(path)])
-    assert outcome.exit_code == 1
-    assert f"{option}=" in outcome.stderr
-    assert "cannot be read" in outcome.stderr
+    path.write_text(
+        f'[pools]\nlaptop = "shm:///a"\nfleet = "shm:///a,rediss://cache?{option}={named}"\nother = "nothing://"\n'
+    )
+
+    def check() -> dict[str, Any]:
+        shown: dict[str, Any] = json.loads(CliRunner().invoke(app, ["config", "check", str(path), "--json"]).stdout)
+        return shown
+
+    found = check()
+    assert list(found["pools"]) == ["laptop"]
+    assert f"{option}=" in found["problems"][0]
+    assert "No such file or directory" in found["problems"][0]
+    assert len(found["problems"]) == 2, "everything that is wrong, at once"
     named.write_text("something")
-    assert CliRunner().invoke(app, ["config", "check", str(path)]).exit_code == 0
+    found = check()
+    assert ("no certificates" in found["problems"][0]) == (option == "ca")
+    assert ("fleet" in found["pools"]) == (option != "ca")
 
 
 def test_an_unknown_name_says_how_to_define_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,7 +28,6 @@ def check(
     from headwater.stores.config import check_config
 
     pools, problems = check_config(file)
-    problems += [problem for pool in pools.values() for url in pool.urls for problem in _unread(pool.name, url)]
     if connect:
         problems += [problem for pool in pools.values() for url in pool.urls for problem in _ask(pool.name, url)]
     if as_json:
@@ -48,18 +46,6 @@ def check(
         for problem in problems:
             typer.echo(f"wrong: {problem}", err=True)
     raise typer.Exit(1 if problems else 0)
-
-
-def _unread(name: str, url: StoreUrl) -> list[str]:
-    """Files that a tier names and that cannot be read here."""
-    from headwater.redaction import show_value
-
-    named = {option: url.options[option] for option in ("password_file", "ca") if option in url.options}
-    return [
-        f"pools.{name}: {url}: {option}={show_value(path)!r} cannot be read"
-        for option, path in named.items()
-        if not (os.path.isfile(path) and os.access(path, os.R_OK))
-    ]
 
 
 def _ask(name: str, url: StoreUrl) -> list[str]:

@@ -151,7 +151,7 @@ def check_keys(config: Mapping[str, Any], family: str, source: str) -> None:
     if unknown:
         raise ModelError(
             f"{source}: this engine does not know {', '.join(unknown)}, which may change what the model computes. "
-            "Remove what the model does not need, or run it in vLLM"
+            "Run it in vLLM, or remove what is certain to change nothing"
         )
 
 

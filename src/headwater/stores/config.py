@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import ssl
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from typing import Any
 from urllib.parse import quote
 
 from headwater.errors import ConfigError, UrlError
+from headwater.redaction import show_value
 from headwater.stores.url import OPTIONS, StoreUrl, check_order, parse_url, parse_urls, split_urls
 
 CONFIG_VARIABLE = "HEADWATER_CONFIG"
@@ -161,10 +163,26 @@ def _read_pool(name: str, section: object, problems: _Problems, env: Mapping[str
     for text in texts:
         with problems.noted():
             urls.append(parse_url(text))
+            _check_files(urls[-1])
     if not problems:
         with problems.noted():
             return PoolConfig(name, check_order(tuple(urls)), secret)
     return None
+
+
+def _check_files(url: StoreUrl) -> None:
+    """Raise ConfigError for a file that a tier names and that cannot be used here."""
+    for option in ("password_file", "ca"):
+        if (path := url.options.get(option)) is None:
+            continue
+        try:
+            with open(path, "rb"):
+                pass
+            if option == "ca":
+                ssl.create_default_context(cafile=path)
+        except OSError as error:  # and what is wrong with certificates
+            reason = error.strerror if error.errno and not isinstance(error, ssl.SSLError) else "no certificates"
+            raise ConfigError(f"{url}: {option}={show_value(path)!r} cannot be used: {reason}") from error
 
 
 def _tier_url(tier: dict[str, Any], where: str, env: Mapping[str, str], problems: _Problems) -> str:
