@@ -49,7 +49,7 @@ class Connector(HeadwaterConnector):
         KVConnectorBase_V1.__init__(self, config, KVConnectorRole.SCHEDULER, cache)
         connector = ConnectorConfig(pool="memory://", load_mode=mode, min_load_tokens=1)
         self.side = SchedulerSide(space, connector, block_size=BLOCK, num_ranks=1, dummy_block=NULL_BLOCK)  # type: ignore[arg-type]
-        self._steps = Steps(self.side)
+        self._steps, self._left = Steps(self.side), None
         self._events = NoListener()
         self._member = None
         self._epoch, self._stale_epoch = 0, None
@@ -337,6 +337,38 @@ def test_nobody_shares_wrong_blocks_after_the_pool_is_off(
     assert server.connector._steps is None
     assert server.said["second"] == expected([*prompt, 3], 4)
     assert is_aborted or server.said["first"] == expected(prompt, 4)
+
+
+@pytest.mark.parametrize("mode", ["auto", "async"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_load_is_made_although_the_side_fails_in_the_same_schedule(
+    configs: dict[tuple[int, int], VllmConfig], depth: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM counts on it: without it the request would compute with what lies in its blocks, or wait for ever."""
+    space = HistorySpace(4, random.Random(1))
+    space.drop_rate = space.far_rate = space.fail_rate = 0.0
+    server = Server(configs[depth, 64], space, mode, 64, depth)
+    prompts = {name: ([token] * 20, 4) for name, token in (("first", 3), ("second", 4))}
+    for prompt, _ in prompts.values():
+        for chunk in space.keys(prompt).chunks(tail=False):
+            space.kept[chunk.key] = tuple(prompt[: chunk.first_token + chunk.num_tokens])
+    match, asked = space.match, list[int]()
+
+    def fail_at_the_second(keys: Any, **options: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 2:
+            raise OSError("the pool is broken")
+        return match(keys, **options)
+
+    monkeypatch.setattr(space, "match", fail_at_the_second)
+    for name, (prompt, max_tokens) in prompts.items():
+        server.add(name, prompt, max_tokens)
+    for _ in range(300):
+        if server.has_work:
+            server.step()
+    assert server.connector._steps is None
+    assert not server.has_work
+    assert server.said == {name: expected(*prompt) for name, prompt in prompts.items()}
 
 
 def check_end(server: Server, prompts: dict[str, tuple[list[int], int]], aborted: set[str]) -> None:

@@ -574,7 +574,7 @@ class Recorder:
 def make_connector(worker: Any, *, saves_layers: bool = True) -> Any:
     connector = HeadwaterConnector.__new__(HeadwaterConnector)
     vars(connector).update(_worker=worker, _saves_layers=saves_layers, _layers={}, step_seconds=0.0)
-    vars(connector).update(_takeback=None, _steps=None)
+    vars(connector).update(_takeback=None, _steps=None, _left=None)
     vars(connector).update(_member=None, _has_told_home=False, _epoch=0, _stale_epoch=None, _freshness=Freshness(0))
     return connector
 

@@ -410,7 +410,10 @@ class Loader:
         load.is_launched.set()
         if is_overdue:
             self._pipeline.statuses[Status.TIMEOUT] += len(load.chunks)
-            self.placer.synchronize()  # its last writes may be under way
+            try:
+                self.placer.synchronize()  # its last writes may be under way
+            except Exception:
+                log.exception("the device does not answer")
         self._timings.append(time.monotonic() - load.started_s)
         with self._changed:
             self._open.remove(load)

@@ -75,6 +75,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._takeback: Takeback | None = None
         self._member: Membership | None = None
         self._steps: Steps | None = None
+        self._left: Steps | None = None
+        """What was switched off, until the loads that it has promised to vLLM are ordered."""
         self._worker: WorkerSide | IdleWorker = IdleWorker("its caches are not there yet", Arrivals(1, NULL_BLOCK))
         # With micro-batches a layer runs more than once in a step: it is saved when all of them have run, and loads are
         # waited for before the first.
@@ -147,9 +149,10 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if steps is not None:
             with self._survive():
-                orders, adapters = steps.order(scheduler_output), steps.adapters(scheduler_output)
-            if self._steps is None:
-                orders, adapters = steps.side.leave(), {}
+                adapters = steps.adapters(scheduler_output)
+                orders = steps.order(scheduler_output)
+        if self._left is not None:
+            orders, adapters, self._left = self._left.side.leave(), {}, None
         return StepMetadata(orders, adapters)
 
     def request_finished_all_groups(
@@ -251,7 +254,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _switch_off(self, reason: str) -> None:
         log.warning("Headwater is off: %s", reason)
-        self._steps = None
+        self._left, self._steps = self._steps or self._left, None
 
     def _set_failure_policy(self) -> None:
         """vLLM fails requests whose load failed unless it is told otherwise; a pool's failure is only a miss."""
