@@ -19,6 +19,7 @@ from headwater.pool import open_pool
 from headwater.stores.base import Status
 from headwater.transfer.layers import MAX_GROUPS, layer_groups, save_group_bytes
 from headwater.transfer.load import Loader
+from headwater.transfer.movers.cpu import CpuPlacer
 from headwater.transfer.save import Saver
 from transfer_pool_cases import CHUNK, EXTENT, SPEC, Done, make_cache, open_space, tiles_of
 
@@ -196,6 +197,10 @@ def loaded_by(mover: str) -> Iterator[tuple[Loader, Shard, list[ChunkRef], Any, 
             loader.close()
 
 
+def _fail(reason: str) -> None:
+    raise RuntimeError(reason)
+
+
 def _wait(loader: Loader, layer: int) -> bool:
     loader.wait_layer(layer)
     return True
@@ -220,9 +225,14 @@ class Gated:
         return self._space.read(chunks, shard, out, **options)
 
 
+@pytest.mark.parametrize("answers", [True, False])
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_a_load_ends_by_its_deadline_though_the_store_does_not_answer(layerwise: bool) -> None:
-    """And what comes late is not written: the blocks may have another owner by then."""
+def test_a_load_ends_by_its_deadline_though_the_store_does_not_answer(
+    layerwise: bool, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what comes late is not written: the blocks may have another owner by then. Nor may the device answer."""
+    if not answers:
+        monkeypatch.setattr(CpuPlacer, "synchronize", lambda self: _fail("the device is lost"))
     with open_space("memory://?capacity=16MiB") as (_, space, chunks):
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, "cpu")
