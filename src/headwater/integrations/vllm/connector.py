@@ -113,6 +113,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """vLLM's scheduler is made: loads go along with steps only if it can take these back."""
+        super().bind_kv_cache_manager(kv_cache_manager)  # which binds the pool of blocks
         why_not = "its scheduler did not make the connector" if self._takeback is None else self._takeback.why_not()
         if self._steps is not None:
             self._steps.side.loads_in_step = not why_not
