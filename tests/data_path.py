@@ -266,7 +266,8 @@ def load(side: SchedulerSide, ranks: list[Rank], wanted: list[ChunkRef], num_loc
     """Match, fetch and load the prompt as an engine does; the mode that was chosen."""
     side.add("request", TOKENS, len(TOKENS))
     end = time.monotonic() + WAIT_S
-    while (plan := side.match("request", num_local)) is None:
+    # A far index that answers late, on a busy machine, is a miss: an engine asks again with its next step.
+    while (plan := side.match("request", num_local)) is None or (not plan.num_tokens and time.monotonic() < end):
         assert time.monotonic() < end, "a fetch does not end"
         side.wait_fetch(0.05)
     assert plan.num_tokens == len(TOKENS) - 1 - num_local, f"{plan.num_tokens} tokens can be loaded"
