@@ -62,7 +62,7 @@ class Load:
     """Nothing more of it will be launched."""
     is_cancelled: bool = False
     is_given_up: bool = False
-    """Not all of it will come: nobody need wait for the rest."""
+    """It was cancelled, or is too late: nothing of it counts, and nobody need wait for the rest."""
     is_damaged: bool = False
     """Something did not verify."""
     is_missed: bool = False
