@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="Triton is not installed: its kernels are not checked here")
 
+from headwater.kernels.activation import silu_and_mul  # noqa: E402
 from headwater.kernels.attention import AttentionBatch, create_attention_backend  # noqa: E402
 from headwater.kernels.attention.reference import ReferenceAttention  # noqa: E402
 
@@ -25,6 +26,13 @@ def test_equals_reference(check, dtype, draw):
 def test_model_sized_attention(prefix):
     shape = AttentionShape((1, 1, 1, 700), (prefix,) * 4, num_decodes=3, kv_heads=8, group=4, dim=128, seed=prefix)
     kernel_checks.check_attention(random.Random(prefix), "cuda", torch.bfloat16, shape=shape)
+
+
+def test_more_rows_than_a_grid_has_in_its_second_dimension():
+    """Eight experts a token make 65,536 rows of a prefill of 8,192 tokens."""
+    gate_up = torch.randn(70_000, 64, device="cuda", dtype=torch.bfloat16)
+    gate, up = gate_up.float().chunk(2, dim=1)
+    assert relative_error(silu_and_mul(gate_up), torch.nn.functional.silu(gate) * up) < tolerance(torch.bfloat16)
 
 
 def test_offsets_beyond_two_to_the_31():

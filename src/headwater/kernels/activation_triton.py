@@ -19,7 +19,7 @@ def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
     num_rows, width = gate_up.shape
     out = gate_up.new_empty(num_rows, width // 2)
     if out.numel():
-        grid = (triton.cdiv(width // 2, _BLOCK), num_rows)
+        grid = (num_rows, triton.cdiv(width // 2, _BLOCK))
         _silu_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), width // 2, BLOCK=_BLOCK, num_warps=4)
     return out
 
@@ -32,8 +32,8 @@ def _silu_and_mul_kernel(
     num_cols,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < num_cols
     gate = tl.load(gate_up + row * row_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + num_cols + cols, mask=mask, other=0.0).to(tl.float32)
