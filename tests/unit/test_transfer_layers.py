@@ -166,6 +166,34 @@ def test_all_layers_can_be_waited_for_at_once(mover: str) -> None:
         assert done._ends.empty()
 
 
+@pytest.mark.parametrize("num_there", [1, 2, 3, None], ids=lambda count: f"{count or 'all'} there")
+def test_a_long_load_begins_before_all_of_it_was_looked_up(
+    monkeypatch: pytest.MonkeyPatch, num_there: int | None
+) -> None:
+    monkeypatch.setattr("headwater.transfer.pipeline._EARLY_CHUNKS", 2)
+    with loaded_by("cuda") as (loader, shard, chunks, blocks, done):
+        assert len(chunks) > 4
+        sizes, lend = list[int](), loader._pipeline._space.lend
+
+        def lend_noted(asked: Sequence[ChunkRef], *args: Any) -> Any:
+            sizes.append(len(asked))
+            return lend(asked, *args)
+
+        monkeypatch.setattr(loader._pipeline._space, "lend", lend_noted)
+        view = loader.placer._view  # type: ignore[attr-defined]
+        saved = tiles_of(view, shard, chunks, blocks)
+        count = len(chunks) if num_there is None else num_there
+        unknown = loader._pipeline._space.keys([7] * (chunks[-1].first_token + CHUNK)).refs(len(chunks))
+        others = np.roll(blocks, 1)
+        loader.load("a", [*chunks[:count], *unknown[count:]], others, layerwise=True)
+        for layer in shard.layers:
+            loader.wait_layer(layer)
+        assert done.next() == ("a", count)
+        got = tiles_of(view, shard, chunks[:count], others)
+        assert all(np.array_equal(*pair) for pair in zip(got, saved, strict=False))
+        assert sizes[:2] == [2, len(chunks) - 2][: 1 if count < 2 else 2]
+
+
 def test_a_step_may_take_longer_than_its_loads_deadline() -> None:
     with loaded_by("cpu") as (loader, shard, chunks, blocks, done):
         loader.load("a", chunks, blocks, layerwise=True)
