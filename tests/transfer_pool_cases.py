@@ -199,9 +199,10 @@ def flip_byte(space: Space, chunk: ChunkRef, offset: int) -> None:
 
 
 def check_damage(url: str, device: str) -> None:
-    """A flipped byte is found on the device; nothing from there on is reported, nor written into the blocks."""
+    """A flipped byte is found where it landed; nothing from there on is reported, and no byte of the damaged chunk is
+    written. The processor's copy threads may have written whole chunks behind it by then, which verified."""
     with open_space(url) as (pool, space, chunks):
-        save_all(space, device, Topology(), chunks, 64 * EXTENT)
+        stored = save_all(space, device, Topology(), chunks, 64 * EXTENT)
         shard = whole_shard(SPEC)
         flip_byte(space, chunks[5], EXTENT // 2)
         view, blocks = make_cache(shard, device)
@@ -213,7 +214,9 @@ def check_damage(url: str, device: str) -> None:
             assert done.next() == ("a", 5)
             assert loader.statuses == {Status.OK: 5, Status.DAMAGED: 1}
             after = tiles_of(view, shard, chunks, blocks)
-            assert all(np.array_equal(*pair) for pair in zip(before[5:], after[5:], strict=True))
+            assert np.array_equal(before[5], after[5])
+            for was, now, good in zip(before[6:], after[6:], stored[6:], strict=True):
+                assert np.array_equal(was, now) or (device == "cpu" and np.array_equal(now, good))
             assert not space.exists([chunks[5]])[0], "what is damaged must be forgotten"
             loader.load("b", chunks, blocks)
             assert done.next() == ("b", 5)
