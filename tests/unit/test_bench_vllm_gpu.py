@@ -341,9 +341,8 @@ def test_sides_differ_in_their_connector_alone() -> None:
     plan, places = GpuPlan(lmcache_path=Path(__file__).parents[1]), sides.Places(Path("/m"), Path("/t"), 30 << 30)
     with pytest.raises(EngineError, match="no LMCache"):
         sides.make_side(plan, places, "lmcache", sides.BASE)
-    made = {name: sides.make_side(plan, places, name, sides.BASE) for name in SIDES if name != "lmcache"}
+    made = {name: sides.make_side(plan, places, name, sides.BASE) for name in SIDES if not name.startswith("lmcache")}
     transfers = {name: side.settings.pop("kv_transfer_config", None) for name, side in made.items()}
-    assert made["headwater_layerwise"].settings.pop("async_scheduling") is False
     assert len({json.dumps(side.settings, sort_keys=True) for side in made.values()}) == 1
     assert transfers["plain"] is None
     assert transfers["offloading"]["kv_connector_extra_config"]["cpu_bytes_to_use"] == 30 << 30
@@ -360,6 +359,22 @@ def test_lmcache_gets_its_own_packages_and_as_much_memory_as_the_others(tmp_path
     assert side.environment["LMCACHE_CHUNK_SIZE"] == "256"
     assert side.environment["PYTHONHASHSEED"] == "0"
     assert side.environment["PYTHONPATH"].split(os.pathsep)[1] == str(tmp_path)
+    whole = sides.make_side(GpuPlan(lmcache_path=tmp_path), places, "lmcache_v3", sides.BASE)
+    assert whole.environment == {**side.environment, "LMCACHE_USE_GPU_CONNECTOR_V3": "True"}
+
+
+def test_wrong_answers_of_a_peer_are_noted_and_are_not_ours() -> None:
+    report = figures.report(
+        [
+            RUN,
+            measured("equal", "lmcache", side="headwater", compared=256, equal=256, not_compared=0),
+            measured("equal", "lmcache", side="lmcache", compared=256, equal=9, not_compared=0),
+            measured("equal", "lmcache_v3", side="lmcache_v3", compared=256, equal=256, not_compared=0),
+        ]
+    )
+    assert report["gpu_tokens_equal"] == 1.0
+    (note,) = report["modes"]["eager"]["notes"]
+    assert note.startswith("lmcache: 9 of 256 tokens")
 
 
 def test_pools_of_killed_runs_are_removed_and_those_of_others_stay(tmp_path: Path) -> None:

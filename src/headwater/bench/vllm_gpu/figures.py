@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headwater.bench.measure import Rounds
-from headwater.bench.vllm_gpu.plan import HEADWATER, LAYERWISE, LMCACHE, OFFLOADING, PLAIN
+from headwater.bench.vllm_gpu.plan import HEADWATER, LAYERWISE, LMCACHE, LMCACHE_V3, OFFLOADING, PLAIN
 from headwater.bench.vllm_gpu.records import ABSENT, FAILED, MEASURED, RUN, Record, latest
 
 PEER_LEAST = 0.97
@@ -53,6 +53,7 @@ class Figure(NamedTuple):
 FIGURES = (
     Figure("gpu_hit_share", True, 1.0, "tokens found, of the whole chunks of prompts"),
     Figure("gpu_ttft_vs_lmcache", False, 1.0, "first token of a pool hit, over LMCache's"),
+    Figure("gpu_ttft_vs_lmcache_v3", False, 1.0, "the same, over LMCache's with use_gpu_connector_v3"),
     Figure("gpu_ttft_vs_lmcache_layerwise", False, 0.95, "the same, loaded layer by layer"),
     Figure("gpu_ttft_vs_offloading", False, 0.95, "first token of a pool hit, over OffloadingConnector's"),
     Figure("gpu_local_cost", False, 1.10, "first token of a local hit after a prefill, over plain vLLM's"),
@@ -130,6 +131,7 @@ def _times(found: dict[str, Any], record: Record, rounds: Rounds, what: str) -> 
 
 _TTFT = {
     LMCACHE: (HEADWATER, LMCACHE, "gpu_ttft_vs_lmcache"),
+    LMCACHE_V3: (HEADWATER, LMCACHE_V3, "gpu_ttft_vs_lmcache_v3"),
     LAYERWISE: (LAYERWISE, LMCACHE, "gpu_ttft_vs_lmcache_layerwise"),
     OFFLOADING: (HEADWATER, OFFLOADING, "gpu_ttft_vs_offloading"),
 }
@@ -166,8 +168,15 @@ def _equal(record: Record, found: dict[str, Any]) -> None:
         "equal": record["equal"],
         "not_compared": record["not_compared"],
     }
-    if record["compared"]:
+    if not record["compared"]:
+        return
+    if record["side"] in (HEADWATER, LAYERWISE):
         _put(found, "gpu_tokens_equal", record["equal"] / record["compared"])
+    elif record["equal"] < record["compared"]:
+        share = f"{record['equal']:,} of {record['compared']:,} tokens"
+        found["notes"].append(
+            f"{record['side']}: {share} of its hits equal a local hit's: its times are of wrong answers"
+        )
 
 
 def _local(record: Record, found: dict[str, Any]) -> None:

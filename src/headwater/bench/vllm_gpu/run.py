@@ -102,7 +102,8 @@ class Runner:
             if not stage.can_run([side.name for side in sides]):
                 continue
             names = [side.name for side in sides]
-            pending = [one for one in stage.measures if not self._journal.is_done(self._record(stage, one, names))]
+            wanted = [one for one in stage.measures if one.can_run(names)]
+            pending = [one for one in wanted if not self._journal.is_done(self._record(stage, one, names))]
             if not pending:
                 self._note(f"{stage.name}: measured before")
             elif self._has_time(stage, START_ESTIMATE_S[self._plan.mode] + pending[0].seconds):
@@ -119,6 +120,8 @@ class Runner:
             engines = self._start(sides)
             if not stage.can_run(engines):
                 return
+            if not measure.can_run(engines):
+                continue
             if not self._measure(stage, measure, engines):
                 num_failures += 1
                 self._bench.engines.close()  # whatever they are doing, the next measurement begins anew

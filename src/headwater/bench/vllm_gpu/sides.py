@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.bench.vllm_engine import SRC
-from headwater.bench.vllm_gpu.plan import HEADWATER, LAYERWISE, LMCACHE, OFFLOADING, PLAIN, GpuPlan
+from headwater.bench.vllm_gpu.plan import HEADWATER, LAYERWISE, LMCACHE, LMCACHE_V3, OFFLOADING, PLAIN, GpuPlan
 from headwater.errors import EngineError
 from headwater.stores.embedded import SHM_ROOT
 from headwater.stores.url import format_size
@@ -103,7 +103,6 @@ def _headwater(side: Side, plan: GpuPlan, places: Places) -> Side:
     extra: dict[str, Any] = {"pool": url, "sample_weights": True}  # every byte of 16 GB takes longer than a start
     if side.name == LAYERWISE:
         extra["load_mode"] = "layerwise"
-        side.settings["async_scheduling"] = False
     if side.variant == PROFILED:
         side.settings["timeline"] = True
     transfer = {"kv_connector": "HeadwaterConnector", "kv_connector_module_path": "headwater.integrations.vllm"}
@@ -131,6 +130,8 @@ def _lmcache(side: Side, plan: GpuPlan, places: Places) -> Side:
         LMCACHE_MAX_LOCAL_CPU_SIZE=f"{places.capacity_bytes / 2**30:g}",
         PYTHONHASHSEED="0",
     )
+    if side.name == LMCACHE_V3:
+        side.environment["LMCACHE_USE_GPU_CONNECTOR_V3"] = "True"
     return _with_connector(side, {"kv_connector": "LMCacheConnectorV1"}, {})
 
 
@@ -140,6 +141,7 @@ _CONNECTORS: dict[str, Callable[[Side, GpuPlan, Places], Side]] = {
     LAYERWISE: _headwater,
     OFFLOADING: _offloading,
     LMCACHE: _lmcache,
+    LMCACHE_V3: _lmcache,
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from headwater.bench.vllm_gpu import measures
 from headwater.bench.vllm_gpu.measures import Bench, Body, Sides
-from headwater.bench.vllm_gpu.plan import HEADWATER, LAYERWISE, LMCACHE, OFFLOADING, PLAIN, GpuPlan
+from headwater.bench.vllm_gpu.plan import HEADWATER, LAYERWISE, LMCACHE, LMCACHE_V3, OFFLOADING, PLAIN, GpuPlan
 from headwater.bench.vllm_gpu.records import Record
 from headwater.bench.vllm_gpu.sides import (
     BASE,
@@ -38,6 +38,10 @@ class Measure:
     """The label of the one side it is made with; None for all of the stage."""
     seconds: float = 30.0
     """About how long it takes at full size."""
+
+    def can_run(self, names: Collection[str]) -> bool:
+        """Whether these sides are enough."""
+        return self.alone is None or self.alone.partition("@")[0] in names
 
     def run(self, bench: Bench, sides: Sides) -> Body:
         """Measure it."""
@@ -100,7 +104,9 @@ def _all_stages(plan: GpuPlan) -> Iterator[Stage]:
     yield Stage(PLAIN, (ours, (PLAIN, BASE)), (*local, throughput))
     yield Stage(OFFLOADING, (ours, (OFFLOADING, BASE)), (*hits, *others))
     burst = Measure("burst", "burst", measures.measure_burst, burst_tokens, seconds=50)
-    yield Stage(LMCACHE, (ours, (LMCACHE, BASE)), (*hits, share(HEADWATER), equal(HEADWATER), burst, *others), False)
+    beside = (*hits, share(HEADWATER), equal(HEADWATER), equal(LMCACHE), burst, *others)
+    yield Stage(LMCACHE, (ours, (LMCACHE, BASE)), beside, False)
+    yield Stage(LMCACHE_V3, (ours, (LMCACHE_V3, BASE)), (*hits, equal(LMCACHE_V3)))
     layerwise = (LAYERWISE, BASE)
     yield Stage(LAYERWISE, (layerwise, (LMCACHE, BASE)), (*hits, equal(LAYERWISE), share(LAYERWISE), *others), False)
     large, small = f"{HEADWATER}@{LARGE_STEPS}", f"{HEADWATER}@{DEFAULT_CAPACITY}"
