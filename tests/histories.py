@@ -37,6 +37,7 @@ class HistoryFetch:
         self._num_questions = space.rng.randrange(6)
         self.num_kept = 0
         self.seconds = 0.5
+        self.left_s = float("inf")
 
     @property
     def is_done(self) -> bool:

@@ -870,6 +870,7 @@ class FakeFetch:
     is_done: bool = False
     is_released: bool = False
     seconds: float = 0.0
+    left_s: float = float("inf")
 
     def release(self) -> None:
         assert not self.is_released, "released twice"

@@ -252,7 +252,7 @@ def test_a_fetch_that_is_released_or_late_stops(tmp_path: Path, monkeypatch: pyt
         assert not front_of(pool)._core.members.published(), "a lease outlives its fetch"
         late = fetch_of(space, chunks, deadline_s=0.0)
         assert late.wait(time.monotonic() + 30)
-        assert late.num_kept <= 1
+        assert late.num_kept <= 2, "two windows were under way"
         late.release()
         assert front_of(pool).stats().pending_bytes == 0
 
@@ -285,7 +285,7 @@ def test_a_fetch_may_be_released_while_it_notes_ages(tmp_path: Path, monkeypatch
 
         monkeypatch.setattr(front, "redate", lambda ages: redate(ages) if go.is_set() else redate_meanwhile(ages))
         fetch.release()
-        assert len(calls) == 4
+        assert len(calls) in (4, 5), "the other window that was under way has ended too, and no more were begun"
         assert not front._core.members.published(), "a lease outlives its fetch"
 
 

@@ -488,6 +488,7 @@ class FakeFetch:
 
     def __init__(self) -> None:
         self.num_kept, self.is_done, self.is_released, self.seconds = 0, False, False, 0.5
+        self.left_s = float("inf")
 
     def release(self) -> None:
         self.is_released = True

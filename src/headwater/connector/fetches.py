@@ -53,6 +53,11 @@ class FetchTicket:
         return self._shared is None or self._shared.fetch.is_done or self._shared.is_late
 
     @property
+    def is_near(self) -> bool:
+        """Whether a load may follow what is still on its way."""
+        return self._shared is not None and self._fetches.is_near(self._shared)
+
+    @property
     def is_late(self) -> bool:
         """Whether the deadline has passed before all was done."""
         return self._shared is not None and self._shared.is_late
@@ -74,8 +79,17 @@ class FetchTicket:
 class Fetches:
     """All fetches of one scheduler side. One thread calls it."""
 
-    def __init__(self, deadline_s: float, on_end: Callable[[float], None], max_open: int = MAX_FETCHES) -> None:
-        """`on_end` is told how long each fetch took that had something to bring, when it is released."""
+    def __init__(
+        self,
+        deadline_s: float,
+        on_end: Callable[[float], None],
+        max_open: int = MAX_FETCHES,
+        *,
+        near_s: float = 0.0,
+    ) -> None:
+        """`on_end` is told how long each fetch took that had something to bring, when it is released. A fetch whose
+        rest takes no longer than `near_s` is not waited for."""
+        self._near_s = near_s
         self._deadline_s = deadline_s
         self._on_end = on_end
         self._max_open = max_open
@@ -116,10 +130,17 @@ class Fetches:
                 self._on_end(seconds)
             shared.fetch.release()
 
+    def is_near(self, shared: _Shared) -> bool:
+        """Whether the rest of a fetch comes soon."""
+        if not self._near_s or shared.fetch.is_done or shared.is_late:
+            return False
+        return shared.fetch.left_s <= self._near_s
+
     @property
     def num_waiting(self) -> int:
-        """Those that are neither done nor late."""
-        return sum([not shared.fetch.is_done and not shared.is_late for shared in self._open])
+        """Those that are neither done nor late, nor near."""
+        open_ = [shared for shared in self._open if not shared.fetch.is_done and not shared.is_late]
+        return sum([not self.is_near(shared) for shared in open_])
 
     def wait(self, timeout_s: float) -> None:
         """Until one of those under way is over, or a moment has passed; at once where none is under way."""

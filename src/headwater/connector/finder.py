@@ -1,7 +1,7 @@
 """What the pool has for a request, whether it is near enough to be loaded now, and how the request is to wait for it.
 
-A match whose chunks are not all in the first tier starts a fetch. Until that has ended the request holds no blocks, and
-the engine is told to ask again.
+A match whose chunks are not all in the first tier starts a fetch. Until that has ended, or nearly so, the request holds
+no blocks, and the engine is told to ask again.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from headwater.connector.asker import Asker
-from headwater.connector.config import ConnectorConfig
+from headwater.connector.config import AUTO, ConnectorConfig
 from headwater.connector.fetches import Fetches
 from headwater.connector.orders import ASYNC
 from headwater.connector.tracker import Tracked
 from headwater.kv.hashing import ChunkRef
 from headwater.pool.match import Match
+from headwater.pool.wait import Wait
+
+FOLLOW_S = 0.5
+"""A fetch whose rest takes no longer than this, at the rate so far, is followed by the load: the request gets its
+blocks at once, and each chunk is placed as soon as it has come. Longer than this, no blocks are held for a lower
+tier."""
 
 
 class LoadPlan(NamedTuple):
@@ -35,7 +41,9 @@ class Finder:
         """`on_fetched` is told how long each fetch took."""
         self._config = config
         self._asker = Asker(lookup_s)
-        self.fetches = Fetches(config.load_deadline_s, on_fetched)
+        # In the other modes a step waits for the load, which must then wait for nobody.
+        near_s = FOLLOW_S if config.load_mode in (AUTO, ASYNC) else 0.0
+        self.fetches = Fetches(config.load_deadline_s, on_fetched, near_s=near_s)
 
     def find(self, tracked: Tracked, num_local: int, mode: str) -> LoadPlan | None:
         """What can be loaded beyond the `num_local` tokens that the engine has, in this mode if all of it is near; None
@@ -54,9 +62,10 @@ class Finder:
         wanted = tuple(c for c in tracked.match.chunks if c.first_token + c.num_tokens > num_local)
         if self._num_new(tracked, wanted) and tracked.ticket is None and not self._fetch(tracked, wanted):
             return None
-        if tracked.ticket is not None and not tracked.ticket.is_over:
+        is_near = tracked.ticket is not None and tracked.ticket.is_near
+        if tracked.ticket is not None and not is_near and not tracked.ticket.is_over:
             return None
-        return self._plan(tracked, wanted, mode)
+        return self._plan(tracked, wanted, mode, is_near=is_near)
 
     def _look_up(self, tracked: Tracked) -> Match:
         num_tokens = len(tracked.tokens)
@@ -87,9 +96,12 @@ class Finder:
         tracked.ticket = self.fetches.begin(tracked.space, wanted)
         return True
 
-    def _plan(self, tracked: Tracked, wanted: tuple[ChunkRef, ...], mode: str) -> LoadPlan:
-        ticket = tracked.ticket
-        if ticket is not None:
+    def _plan(self, tracked: Tracked, wanted: tuple[ChunkRef, ...], mode: str, *, is_near: bool) -> LoadPlan:
+        ticket, tracked.wait = tracked.ticket, None
+        if is_near:  # the load follows the rest
+            deadline_s = self._config.load_deadline_s
+            mode, tracked.wait = ASYNC, Wait(deadline_s, min(FOLLOW_S, deadline_s), min(FOLLOW_S, deadline_s))
+        elif ticket is not None:
             num_kept = ticket.num_kept(wanted)
             if ticket.is_late:  # slower than computing it may take: go ahead with what there is
                 wanted = wanted[:num_kept]

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.kv.hashing import ChunkRef
+from headwater.pool.wait import Wait
 
 ASYNC, LAYERWISE, BLOCKING = ORDER_MODES = ("async", "layerwise", "blocking")
 """How one load is waited for."""
@@ -67,6 +68,8 @@ class LoadOrder:
     tenant: bytes = b""
     adapter: bytes = b""
     mode: str = ASYNC
+    wait: Wait | None = None
+    """How long chunks are followed that are still being filled; None: they are all there. Only for ASYNC."""
 
     def failed_blocks(self, num_chunks: int, block_size: int, dummy_block: int) -> set[int]:
         """The blocks that do not hold what they should when only the first `num_chunks` chunks are in place."""

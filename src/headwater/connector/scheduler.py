@@ -195,7 +195,7 @@ class SchedulerSide:
         end = tracked.wanted[-1].first_token + tracked.wanted[-1].num_tokens
         tenant, adapter, _ = tracked.inputs
         job = Job.of(request_id, tracked.wanted, targets)
-        tracked.load = LoadOrder(job, tracked.num_local, tenant, adapter, tracked.mode)
+        tracked.load = LoadOrder(job, tracked.num_local, tenant, adapter, tracked.mode, tracked.wait)
         if tracked.mode != ASYNC:
             self._uncertain.begin(request_id, block_ids[num_shared:])
         # Whether it is also in the tier that saves go to is no matter: until it has come, there is nothing to save.

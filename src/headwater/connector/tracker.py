@@ -15,6 +15,7 @@ from headwater.connector.orders import ASYNC, LoadOrder
 from headwater.kv.hashing import ChunkKeys, ChunkRef, Extra
 from headwater.pool.match import Match
 from headwater.pool.space import Space
+from headwater.pool.wait import Wait
 
 if TYPE_CHECKING:
     from headwater.connector.fetches import FetchTicket
@@ -166,6 +167,8 @@ class Tracked:
     wanted: tuple[ChunkRef, ...] = ()
     """What a load would bring."""
     mode: str = ASYNC
+    wait: Wait | None = None
+    """How long the load follows chunks that are still being filled; None: all of them are there."""
     ticket: FetchTicket | None = None
     is_queued: bool = False
     """It waits until another fetch has ended."""

@@ -15,11 +15,13 @@ import numpy.typing as npt
 from headwater.connector.orders import ORDER_MODES, Job, JobGroup, LoadOrder, SaveOrder, StepOrders, StepReport
 from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import KEY_BYTES, ChunkRef
+from headwater.pool.wait import Wait
 
 MAX_CHUNKS = 1 << 20
 """In one message: 268 million tokens."""
 MAX_TOKENS = 1 << 40
 """In one request: beyond any position, and far from where 64 bits end."""
+MAX_SECONDS = 86400.0
 WORDS_PER_KEY = KEY_BYTES // 8
 
 Arrays = list[npt.NDArray[Any]]
@@ -35,7 +37,7 @@ def orders_to_wire(orders: StepOrders) -> Wire:
         "epoch": orders.epoch,
         "before": [_order_fields(order) for order in orders.before],
         "during": [_order_fields(order) for order in orders.during],
-        "loads": [_order_fields(order) | {"num_local": order.num_local, "mode": order.mode} for order in orders.loads],
+        "loads": [_load_fields(order) for order in orders.loads],
         "cancelled": list(orders.cancelled),
         "is_idle": orders.is_idle,
     }
@@ -88,6 +90,14 @@ def _number(value: Any) -> int:
     return number
 
 
+def _seconds(value: Any) -> float:
+    """A duration. Raises ValueError for one that cannot be."""
+    seconds = float(value)
+    if not 0.0 <= seconds <= MAX_SECONDS:
+        raise ValueError(f"a duration of {seconds} s")
+    return seconds
+
+
 def _order_fields(order: SaveOrder | LoadOrder) -> dict[str, Any]:
     job = order.job
     return {
@@ -96,6 +106,11 @@ def _order_fields(order: SaveOrder | LoadOrder) -> dict[str, Any]:
         "adapter": order.adapter.hex(),
         "groups": [_group_fields(group) for group in job.groups],
     }
+
+
+def _load_fields(order: LoadOrder) -> dict[str, Any]:
+    wait = None if order.wait is None else list(order.wait)
+    return _order_fields(order) | {"num_local": order.num_local, "mode": order.mode, "wait": wait}
 
 
 def _group_fields(group: JobGroup) -> list[Any]:
@@ -132,7 +147,8 @@ class _Reader:
             )
             if mode not in ORDER_MODES:
                 raise ValueError(f"a load of mode {mode!r}")
-            yield LoadOrder(self._job(fields), _number(fields["num_local"]), tenant, adapter, mode)
+            wait = None if fields["wait"] is None else Wait(*map(_seconds, fields["wait"]))
+            yield LoadOrder(self._job(fields), _number(fields["num_local"]), tenant, adapter, mode, wait)
 
     def check_end(self) -> None:
         if self._num_chunks != len(self._sizes) or self._num_blocks != len(self._block_ids):

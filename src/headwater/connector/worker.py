@@ -144,7 +144,7 @@ class WorkerSide:
             try:
                 self._name_root(order)
                 self._load_times.start(order.job.request_id)
-                self._loader.load(*self._unpack(order.job), layerwise=order.mode == LAYERWISE)
+                self._loader.load(*self._unpack(order.job), layerwise=order.mode == LAYERWISE, wait=order.wait)
             except BaseException:
                 for left in orders.loads[number:]:
                     self._arrivals.end(left.job.request_id, 0)

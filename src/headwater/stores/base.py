@@ -149,6 +149,24 @@ class Loan(NamedTuple):
             self.lease.release()
 
 
+class Arrived(NamedTuple):
+    """How far one chunk has come in the first tier."""
+
+    record_id: int
+    """Which copy of the chunk it is: another one is filled from its first layer on. 0: there is none."""
+    num_layers: int
+    """Of the layers that were asked for: how many can be lent, from the first on."""
+    is_complete: bool
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether somebody has begun it, and it was not given up."""
+        return self.record_id > 0
+
+
+NOT_HERE = Arrived(0, 0, False)
+
+
 class Fetch(Protocol):
     """Consecutive chunks on their way from lower tiers into the first one, in the background."""
 
@@ -164,6 +182,10 @@ class Fetch(Protocol):
     @property
     def seconds(self) -> float:
         """How long it took, or has taken until now; 0 where nothing could be brought."""
+
+    @property
+    def left_s(self) -> float:
+        """How long the rest takes at the rate so far; 0 when it is done, infinite before the first chunk has come."""
 
     def wait(self, deadline: float) -> bool:
         """Wait until it is done, by `time.monotonic() == deadline` at the latest."""
@@ -274,6 +296,10 @@ class MappedStore(Store, Protocol):
     def segment(self, number: int) -> Tiles | None:
         """All bytes of one segment, which gets its storage now if it had none; None where there is none to be had. Slow
         for a new one: for whoever wants all of them ready before they are needed."""
+
+    def arrived(self, chunks: Sequence[ChunkRef], shard: Shard, spec: KVSpec) -> list[Arrived]:
+        """How far each chunk has come for this shard. Takes no lock and holds nothing: `lend` decides. Chunks whose
+        writers are dead are not here."""
 
     # ---- filling ------------------------------------------------------------------------------------------------
     def reserve(

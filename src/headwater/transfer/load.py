@@ -1,10 +1,11 @@
 """From the pool into a paged cache: lent, copied, verified, and only then written into the request's blocks.
 
 One thread brings the chunks that the first tier has, several loads at a time, so that the bus does not wait between two
-of them. Chunks that only a lower tier has, and that could not be kept in the first one, are read into private memory by
-a second thread (the *lander*): a slow store never holds up other loads. A load that goes layer by layer writes each
-layer at once, in time for the step that computes with it, and its end says whether the bytes were right. Every load
-ends by its deadline; whatever comes later is thrown away before it touches the cache.
+of them. Chunks that somebody is still filling are followed (see `follow`). Chunks that only a lower tier has, and that
+could not be kept in the first one, are read into private memory by a second thread (the *lander*): a slow store never
+holds up other loads. A load that goes layer by layer writes each layer at once, in time for the step that computes with
+it, and its end says whether the bytes were right. Every load ends by its deadline; whatever comes later is thrown away
+before it touches the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import numpy.typing as npt
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
+from headwater.pool.wait import Wait
 from headwater.stores.base import Status
+from headwater.transfer.follow import Follow, Follower
 from headwater.transfer.layers import LOAD_GROUP_BYTES, MAX_LOAD_GROUPS, layer_groups
 from headwater.transfer.load_job import Load
 from headwater.transfer.movers import make_placer, mover_of
@@ -88,6 +91,7 @@ class Loader:
         self._changed = threading.Condition()
         """Guards `_open`; told whenever a load has got further."""
         self._pipeline = Pipeline(space, shard, self.placer, self._changed, is_landing=is_landing)
+        self._follower = Follower(space, shard, self._put_in, self._end_follow)
         self._driving = threading.Lock()
         """Held while a load that goes layer by layer is launched or settled."""
         self._closing = False
@@ -121,7 +125,13 @@ class Loader:
 
     # ---- for the engine -----------------------------------------------------------------------------------------
     def load(
-        self, name: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32], *, layerwise: bool = False
+        self,
+        name: str,
+        chunks: Sequence[ChunkRef],
+        block_ids: npt.NDArray[np.int32],
+        *,
+        layerwise: bool = False,
+        wait: Wait | None = None,
     ) -> None:
         """Bring these chunks (consecutive ones of a chain) into those blocks; `on_done(name, chunks in place)` follows
         in any case, once. The blocks are not written before the current stream has got to this call.
@@ -130,12 +140,18 @@ class Loader:
         bytes that turn out to be damaged: the end says how many chunks, counted from the first, were right in all
         layers. It comes when the step has waited for every layer; `finish_layers` ends a load of which it has not,
         with nothing. Only chunks of the first tier are loaded so: a slow store must not stall a step.
+
+        With `wait`, chunks that are not complete in the first tier are followed while they are filled, for so long and
+        no longer; the deadline is then that of `wait`. Only for loads that no step waits for.
         """
         groups = [self._shard.layers]
         if layerwise:
             num_bytes = self._layer_bytes * len(chunks)
             groups = layer_groups(self._shard.layers, num_bytes, self._group_bytes, self._most_groups)
         asked, now = current_stream(self._device).record(), time.monotonic()
+        if wait is not None and not layerwise and self._pipeline.lends:
+            self._follower.add(Follow(name, chunks, block_ids, asked, wait, now))
+            return
         self._put_in(Load(name, chunks, block_ids, groups, layerwise, asked, now + self._deadline_s, started_s=now))
 
     def _put_in(self, load: Load) -> None:
@@ -248,6 +264,7 @@ class Loader:
 
     def cancel(self, name: str) -> None:
         """Stop a load as soon as possible. Its `on_done` still comes: until then its blocks may be written."""
+        self._follower.cancel(name)  # first: see `_end_follow`
         with self._changed:
             stopped = [load for load in self._open if load.name == name]
             for load in stopped:
@@ -263,6 +280,7 @@ class Loader:
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the threads; loads that have not begun, or that nobody waits for layer by layer any more, are reported
         with nothing in place. Idempotent."""
+        self._follower.stop()
         with self._changed:
             self._closing = True
             for load in self._open:
@@ -278,6 +296,7 @@ class Loader:
             left = list(self._open)
         for load in left:  # the store, or the step, has not answered, and nobody watches the clock any more
             self._end(load, 0, is_overdue=load.num_settled is None)
+        self._follower.close(timeout_s)
         if not self._thread.is_alive():
             self.placer.close(timeout_s)
         if self._lander is not None:
@@ -414,12 +433,39 @@ class Loader:
                 self.placer.synchronize()  # its last writes may be under way
             except Exception:
                 log.exception("the device does not answer")
-        self._timings.append(time.monotonic() - load.started_s)
         with self._changed:
             self._open.remove(load)
             load.is_given_up = True
             self._changed.notify_all()
-        self._on_done(load.name, load.num_before + num_loaded)
+        if load.is_segment:
+            self._follower.segment_ended(load, num_loaded)
+        else:
+            self._report(load.name, load.started_s, load.num_before + num_loaded)
+
+    def _report(self, name: str, started_s: float, num_loaded: int) -> None:
+        self._timings.append(time.monotonic() - started_s)
+        self._on_done(name, num_loaded)
+
+    def _end_follow(self, follow: Follow, num_placed: int) -> None:
+        """Nothing of a followed load is under way any more: report it, or let the lander bring the rest."""
+        is_over = follow.is_cancelled or self._closing or time.monotonic() >= follow.deadline
+        if num_placed == len(follow.chunks) or is_over or not self._pipeline.may_land:
+            self._report(follow.name, follow.started_s, num_placed)
+            return
+        rest = Load(
+            follow.name,
+            follow.chunks[num_placed:],
+            follow.block_ids,
+            [self._shard.layers],
+            False,
+            follow.asked,
+            follow.deadline,
+            num_before=num_placed,
+            started_s=follow.started_s,
+        )
+        self._put_in(rest)
+        if follow.is_cancelled:  # while it was handed over
+            self.cancel(follow.name)
 
     def _watch(self) -> None:
         """The clock's thread: end loads that are overdue. Their store may answer in a minute, or never."""

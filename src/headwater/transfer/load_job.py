@@ -50,6 +50,8 @@ class Load:
     """Whether what is on its way is still of use."""
     may_land: bool = True
     """Whether chunks that the first tier does not have may be read from further down."""
+    is_segment: bool = False
+    """It is a part of a load that follows its chunks while they are filled: see `follow`."""
     num_good: int = field(init=False)
     """Layer by layer: chunks, from the first on, of which nothing is known to be missing or damaged."""
     events: list[Event] = field(default_factory=list)
@@ -77,6 +79,11 @@ class Load:
     def __post_init__(self) -> None:
         self.num_good = len(self.chunks)
         self.unawaited = {layer for group in self.groups for layer in group} if self.layerwise else set()
+
+    @property
+    def layers(self) -> range:
+        """All layers that it brings."""
+        return range(self.groups[0].start, self.groups[-1].stop, self.groups[0].step)
 
     def has_launched(self, layer: int) -> bool:
         """Whether a layer (of the whole model) is in place in the order of the device, or nobody need wait for it."""

@@ -13,6 +13,9 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+
 from headwater.errors import EngineError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
@@ -43,8 +46,9 @@ class Pipeline:
         self._changed = changed
         _, heads, tile = shard.local_shape(space.spec, 0, space.chunk_tokens)
         self._layer_bytes = heads * tile
-        self._lends = space.mapped and shard.split.parts == 1 and not is_landing
-        self.may_land = self._lends and space.has_lower_tiers
+        self.lends = space.mapped and shard.split.parts == 1 and not is_landing
+        """Whether chunks are lent where they are stored, and not read into private memory."""
+        self.may_land = self.lends and space.has_lower_tiers
         """Whether chunks that the first tier lacks are worth looking for further down."""
         self._in_flight: deque[Batch] = deque()
         self._placing: deque[Batch] = deque()
@@ -84,7 +88,7 @@ class Pipeline:
                     return False
                 load.parts.append(part)
             part = load.parts[-1]
-            batch = self._bring(part, self._shard.layers, range(load.num_issued - part.first, len(part.chunks)))
+            batch = self._bring(part, load.layers, range(load.num_issued - part.first, len(part.chunks)))
         except Exception:
             log.exception("a load failed; the engine computes what is missing")
             self.statuses[Status.MISS] += 1
@@ -106,11 +110,12 @@ class Pipeline:
         batch.checked.synchronize()
         num_good = batch.num_good
         if load.is_wanted and num_good:
-            num_bytes = self._placer.put(load, batch, self._shard.layers, num_good)
+            num_bytes = self._placer.put(load, batch, load.layers, num_good)
             self._count(batch, num_good, num_bytes)
             load.num_done += num_good
         if num_good < len(batch.spans):
             if load.is_wanted and batch.part.loan is not None and not batch.is_late:
+                load.is_damaged = True
                 self._judge(load, batch.part.chunks[batch.spans[num_good]])
             load.is_going = load.is_wanted = False
 
@@ -218,18 +223,19 @@ class Pipeline:
     def _look_up(self, load: Load, first: int, size: int) -> Part | None:
         """Some chunks from a number on: as many of them as there are in a row, None where the first is missing."""
         chunks = load.chunks[first : first + size]
-        if not self._lends:
+        if not self.lends:
             return Part(load, first, chunks, self._placer.plan(chunks, load.block_ids))
-        loan = self._space.lend(chunks, self._shard)
+        shard = self._shard if load.layers == self._shard.layers else replace(self._shard, layers=load.layers)
+        loan = self._space.lend(chunks, shard)
         try:
             stored = list[Stored]()
             for place in loan.places:
                 if place is None:
-                    self.statuses[Status.MISS] += not self.may_land
+                    self.statuses[Status.MISS] += not self.may_land and not load.is_segment
                     break
                 address = self._placer.address(place.segment)
                 if address is None:
-                    self._lends = self.may_land = False
+                    self.lends = self.may_land = False
                     loan.release()
                     return self._look_up(load, first, size)
                 stored.append(Stored(address, address + place.offset))
@@ -238,11 +244,20 @@ class Pipeline:
                 return None
             chunks = chunks[: len(stored)]
             part = Part(load, first, chunks, self._placer.plan(chunks, load.block_ids), loan, stored)
-            self._placer.expect(part, loan.sums[: len(stored)])
+            self._placer.expect(part, self._all_layers(shard, loan.sums[: len(stored)]))
         except BaseException:
             loan.release()
             raise
         return part
+
+    def _all_layers(self, shard: Shard, sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Checksums of some layers at their places among all layers of this rank's: movers look for them there."""
+        if shard is self._shard:
+            return sums
+        whole = np.zeros((len(sums), len(self._shard.layers), len(shard.heads)), np.uint64)
+        first = self._shard.layers.index(shard.layers.start)
+        whole[:, first : first + len(shard.layers)] = sums
+        return whole
 
     def _bring(self, part: Part, layers: range, spans: range, *, wait: bool = True) -> Batch | None:
         """Begin to bring some layers of some of a part's chunks; None where there is no room now."""

@@ -404,6 +404,12 @@ class Index:
         places = range(heads.start * parts + part, heads.stop * parts, parts)
         return sum([flags[layers.start * row + at : layers.stop * row : layers.step * row].count(1) for at in places])
 
+    def flags(self, entry: Entry, spec: KVSpec) -> npt.NDArray[np.uint8]:
+        """Of a pending record of whole tiles: which checksums it has, (layers, heads), 1 for each."""
+        base = self._heap + entry.cell * CELL + HEAD_BYTES + 8 * entry.record.num_sums
+        raw = self._map[base : base + spec.num_tiles]
+        return np.frombuffer(raw, np.uint8).reshape(spec.num_layers, spec.num_kv_heads)
+
     def complete(self, entry: Entry) -> bool:
         """If every checksum is in, turn the pending record complete; whether it did."""
         record, base = entry.record, self._heap + entry.cell * CELL

@@ -17,7 +17,7 @@ from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard
-from headwater.stores.base import Lease, Loan, Place, RootRef
+from headwater.stores.base import NOT_HERE, Arrived, Lease, Loan, Place, RootRef
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import MappedData
 from headwater.stores.embedded.index import Entry
@@ -91,6 +91,31 @@ class Lender:
         sums = np.frombuffer(b"".join(payloads), np.uint64).reshape(-1, spec.num_layers, spec.num_kv_heads)
         part = sums[:, layers.start : layers.stop : layers.step, heads.start : heads.stop]
         return Loan(lease, places, part)
+
+    def arrived(self, chunks: Sequence[ChunkRef], shard: Shard, spec: KVSpec) -> list[Arrived]:
+        """See `stores.base.MappedStore.arrived`. Some microseconds a chunk."""
+        return [self._arrived(spec, chunk, shard) for chunk in chunks]
+
+    def _arrived(self, spec: KVSpec, chunk: ChunkRef, shard: Shard) -> Arrived:
+        entry = self._index.find(chunk.key)
+        if entry is None or entry.state not in (COMPLETE, PENDING):
+            return NOT_HERE
+        record, is_complete = entry.record, entry.state == COMPLETE
+        if not is_complete and self._core.janitor.expired(entry):
+            return NOT_HERE
+        is_fit = record.parts == 1 and record.encoding == RAW and self._reader.fitting_tile_bytes(spec, chunk, record)
+        if not is_fit:  # whatever it is, it cannot be lent
+            return Arrived(record.id, 0, is_complete)
+        num_layers = len(shard.layers) if is_complete else self._num_noted(spec, shard, entry)
+        return Arrived(record.id, num_layers, is_complete)
+
+    def _num_noted(self, spec: KVSpec, shard: Shard, entry: Entry) -> int:
+        """Layers of the shard, from the first on, all of whose checksums a pending record has."""
+        flags = self._index.flags(entry, spec)[
+            shard.layers.start : shard.layers.stop : shard.layers.step, shard.heads.start : shard.heads.stop
+        ]
+        whole = (flags == 1).all(axis=1)
+        return len(whole) if whole.all() else int(whole.argmin())
 
     def _show(self, spec: KVSpec, chunk: ChunkRef, shard: Shard, data: MappedData) -> _Shown | None:
         """A chunk that was not complete a moment ago: pending with all checksums that are asked for, or complete now.

@@ -16,8 +16,10 @@ import numpy.typing as npt
 
 from headwater.errors import DeadlineError, InvalidArgumentError, StoreClosedError, StoreDamagedError
 from headwater.kv.hashing import ChunkRef
+from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import (
+    Arrived,
     Filled,
     Filling,
     Loan,
@@ -176,6 +178,10 @@ class EmbeddedStore:
     def noted(self, reservations: Sequence[Reservation], layers: range, heads: range, part: int) -> list[int]:
         with self._open():
             return self._writer.noted(reservations, layers, heads, part)
+
+    def arrived(self, chunks: Sequence[ChunkRef], shard: Shard, spec: KVSpec) -> list[Arrived]:
+        with self._open():
+            return self._lender.arrived(chunks, shard, spec)
 
     def lend(self, root: RootRef, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
         with self._open():

@@ -1,20 +1,24 @@
 """Fetching: chunks of lower tiers into reserved extents of the first one, in the background.
 
-A fetch goes window by window, in chain order, so that a chunk's parent is always there or being filled. It commits the
-checksums that the lower tier's record or manifest gave, unverified: placing a chunk in a cache verifies it. Whatever
-cannot be kept (no room, no parent, larger than half of the first tier) is left to the load, which reads it from further
-down into memory of its own.
+A fetch goes window by window, in chain order, so that a chunk's parent is always there or being filled. Two windows
+are filled at a time, and each is committed as soon as it and those before it are full, so that a load can follow. It
+commits the checksums that the lower tier's record or manifest gave, unverified: placing a chunk in a cache verifies it.
+Whatever cannot be kept (no room, no parent, larger than half of the first tier) is left to the load, which reads it
+from further down into memory of its own.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,15 +30,27 @@ from headwater.stores.base import Filled, Filling, Lease, Piece, RootRef, Status
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.embedded.ticket import Ticket
 from headwater.stores.tiers.lower import LowerTier, recheck
-from headwater.stores.workers import Workers
+from headwater.stores.workers import Workers, in_lanes
 
 log = logging.getLogger("headwater")
 
-WINDOW_BYTES = 256 << 20
-"""Reserved and filled together, unless a quarter of the pending room is less."""
+WINDOW_BYTES = 128 << 20
+"""Reserved, filled and committed together, unless an eighth of the pending room is less."""
+_LANES = 2
+"""Windows of one fetch that are filled at a time: the source is not idle while a window is reserved or committed."""
 _THREADS = 2
 _RECHECK_S = 5.0
 _BUSY_PATIENCE_S, _BUSY_POLL_S = 0.1, 0.002
+
+
+class _Window(NamedTuple):
+    """Chunks that are brought together."""
+
+    number: int
+    chunks: Sequence[ChunkRef]
+    tickets: Sequence[Ticket]
+    sources: Sequence[tuple[int, Split]]
+    """By chunk, up to the first that no tier has: which tier has it, and how it is split there."""
 
 
 class Fetcher:
@@ -89,7 +105,13 @@ class TierFetch:
         self._front, self._tiers = fetcher.front, fetcher.tiers
         self._root = root
         self._chunks = chunks
-        self._at = num_there
+        self._first = self._at = self._next = num_there
+        """Chunks before `_at` are in the first tier; those before `_next` are there, or being brought."""
+        self._num_windows = self._turn = 0
+        """Windows that were begun, and those that have ended: they end in order."""
+        self._is_short = False
+        """A window could not be brought whole: what comes after it is of no use."""
+        self._order = threading.Condition()
         self._deadline = deadline
         self._num_kept = 0
         self._lease: Lease | None = None
@@ -98,7 +120,7 @@ class TierFetch:
         self._from: dict[bytes, LowerTier] = {}
         self._lock = threading.Lock()
         self._is_released = False
-        self._started_s = self._ended_s = time.monotonic()
+        self._started_s = self._begun_s = self._ended_s = time.monotonic()
         self._done = threading.Event()
 
     # ---- for whoever asked --------------------------------------------------------------------------------------
@@ -116,6 +138,16 @@ class TierFetch:
     def seconds(self) -> float:
         """See `stores.base.Fetch`."""
         return (self._ended_s if self.is_done else time.monotonic()) - self._started_s
+
+    @property
+    def left_s(self) -> float:
+        """See `stores.base.Fetch`."""
+        if self.is_done:
+            return 0.0
+        num_brought = self._at - self._first
+        if not num_brought:
+            return math.inf
+        return (time.monotonic() - self._begun_s) / num_brought * (len(self._chunks) - self._at)
 
     def wait(self, deadline: float) -> bool:
         """See `stores.base.Fetch`."""
@@ -140,22 +172,92 @@ class TierFetch:
     # ---- in a thread --------------------------------------------------------------------------------------------
     def run(self) -> None:
         """Bring everything, window by window."""
+        self._begun_s = time.monotonic()
         try:
             self._hold()
-            while self._at < len(self._chunks) and not self._is_released and time.monotonic() < self._deadline:
-                window = self._window()
-                num_kept = self._bring(window)
-                self._at += num_kept
-                self._hold()
-                if num_kept < len(window):
-                    break
-        except HeadwaterError as error:
-            log.warning("a fetch ended early: %s", error)
+            num_lanes = _LANES if self._front.mapped else 1
+            in_lanes([self._run_lane] * num_lanes, num_lanes)
         except Exception:
             log.exception("a fetch failed; the rest is read from further down")
         finally:
             self._ended_s = time.monotonic()
             self._done.set()
+
+    def _run_lane(self) -> None:
+        """Bring one window after another, while another lane brings those between them."""
+        while (turn := self._begin()) is not None:
+            number, window, tickets, sources = turn
+            fillings = dict[int, Filling]()
+            num_kept = 0
+            try:
+                with _told():
+                    fillings = self._fill(window, sources, tickets) if self._front.mapped else {}
+                self._await_turn(number)
+                with _told():
+                    num_kept = self._settle(window, sources, tickets, fillings)
+            finally:
+                with self._order:
+                    self._is_short |= num_kept < len(window)
+                    self._turn = number + 1
+                    self._order.notify_all()
+
+    def _await_turn(self, number: int) -> None:
+        with self._order:
+            self._order.wait_for(lambda: self._turn == number)
+
+    def _begin(self) -> _Window | None:
+        """Reserve the next window: one after another, since a chunk needs its parent's record. Where there is no room
+        beside the windows under way, it waits for the end of one."""
+        with self._order:
+            while True:
+                is_over = self._is_short or self._is_released or time.monotonic() >= self._deadline
+                if is_over or self._next >= len(self._chunks):
+                    return None
+                window, turn = self._open_window(), self._turn
+                if turn == self._num_windows or not any(ticket.status == Status.FULL for ticket in window.tickets):
+                    self._num_windows += 1
+                    self._next += len(window.chunks)
+                    return window
+                self._give_up(window.tickets)
+                while self._turn == turn:
+                    self._order.wait()
+
+    def _open_window(self) -> _Window:
+        window = self._window()
+        sources, tickets = list[tuple[int, Split]](), list[Ticket]()
+        with _told():
+            found = self._sources(window)
+            sources = [source for source in found[: [*found, None].index(None)] if source is not None]
+            if self._front.mapped:
+                tickets = self._reserve(window[: len(sources)], [split for _, split in sources])
+        return _Window(self._num_windows, window, tickets, sources)
+
+    def _give_up(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            if ticket.status == Status.OK:
+                ticket.abort()  # not committed: it could never be complete
+        self._front.close_all(tickets)
+
+    def _settle(
+        self,
+        window: Sequence[ChunkRef],
+        sources: Sequence[tuple[int, Split]],
+        tickets: Sequence[Ticket],
+        fillings: dict[int, Filling],
+    ) -> int:
+        """Make a window visible, in its turn; how many of its chunks, from the first on, are in the first tier now."""
+        if not self._front.mapped:
+            num_kept = 0 if self._is_short else self._write(window, sources)
+        else:
+            try:
+                if not self._is_short:
+                    self._commit(tickets, fillings)
+            finally:
+                self._give_up(tickets)
+            num_kept = 0 if self._is_short else self._num_complete(window, tickets)
+        self._at += num_kept
+        self._hold()
+        return num_kept
 
     def end(self) -> None:
         """Nothing can be brought: hold what is there."""
@@ -180,26 +282,8 @@ class TierFetch:
 
     def _window(self) -> Sequence[ChunkRef]:
         extent = self._root.space.spec.extent_bytes(self._root.space.chunk_tokens)
-        most = max(1, min(WINDOW_BYTES, self._front.max_pending_bytes // 4) // extent)
-        return self._chunks[self._at : self._at + most]
-
-    def _bring(self, window: Sequence[ChunkRef]) -> int:
-        """Bring one window; how many of its chunks, from the first on, are in the first tier now."""
-        sources = self._sources(window)
-        found = next((i for i, source in enumerate(sources) if source is None), len(window))
-        window, sources = window[:found], sources[:found]
-        if not self._front.mapped:
-            return self._write(window, sources)
-        tickets = self._reserve(window, [source[1] for source in sources if source is not None])
-        try:
-            fillings = self._fill(window, sources, tickets)
-            self._commit(tickets, fillings)
-        finally:
-            for ticket in tickets:
-                if ticket.status == Status.OK:
-                    ticket.abort()  # not committed: it could never be complete
-            self._front.close_all(tickets)
-        return self._num_complete(window, tickets)
+        most = max(1, min(WINDOW_BYTES, self._front.max_pending_bytes // (4 * _LANES)) // extent)
+        return self._chunks[self._next : self._next + most]
 
     def _sources(self, window: Sequence[ChunkRef], after: int = -1) -> list[tuple[int, Split] | None]:
         """By chunk: the nearest tier (after some tier) that has it, and how it is split there."""
@@ -225,12 +309,14 @@ class TierFetch:
         return tickets
 
     def _fill(
-        self, window: Sequence[ChunkRef], sources: Sequence[tuple[int, Split] | None], tickets: Sequence[Ticket]
+        self, window: Sequence[ChunkRef], sources: Sequence[tuple[int, Split]], tickets: Sequence[Ticket]
     ) -> dict[int, Filling]:
         """Have the tiers fill the extents; a chunk that one tier has lost comes from the next. By number in the
         window: those that are filled."""
         filled = dict[int, Filling]()
-        todo = {i: source for i, source in enumerate(sources[: len(tickets)]) if tickets[i].status == Status.OK}
+        todo: dict[int, tuple[int, Split] | None] = {
+            i: source for i, source in enumerate(sources[: len(tickets)]) if tickets[i].status == Status.OK
+        }
         while todo:
             for number, tier in enumerate(self._tiers):
                 mine = [i for i, source in todo.items() if source is not None and source[0] == number]
@@ -277,7 +363,9 @@ class TierFetch:
             if i not in lost:
                 tickets[i].status = Status.EXISTS
                 self._from[tickets[i].chunk.key].counts.add(fetched=1)
-        self._front.redate(self._ages)
+        with self._lock:
+            ages = dict(self._ages)
+        self._front.redate(ages)
 
     def _num_complete(self, window: Sequence[ChunkRef], tickets: Sequence[Ticket]) -> int:
         """Chunks, from the first on, that are complete now. One that another server fills is waited for, as long as its
@@ -302,12 +390,12 @@ class TierFetch:
             time.sleep(_BUSY_POLL_S)
         return self._front.exists(self._root, [chunk])[0]
 
-    def _write(self, window: Sequence[ChunkRef], sources: Sequence[tuple[int, Split] | None]) -> int:
+    def _write(self, window: Sequence[ChunkRef], sources: Sequence[tuple[int, Split]]) -> int:
         """Into a first tier that cannot be mapped: through memory of this process, verified before it is written, since
         writing makes new checksums."""
         spec, shard = self._root.space.spec, whole_shard(self._root.space.spec)
-        for number, (chunk, source) in enumerate(zip(window, sources, strict=True)):
-            if source is None or time.monotonic() >= self._deadline:
+        for number, (chunk, source) in enumerate(zip(window, sources, strict=False)):
+            if time.monotonic() >= self._deadline:
                 return number
             tiles = np.empty(shard.local_shape(spec, chunk.first_token, chunk.num_tokens), np.uint8)
             good = self._fill_from(self._tiers[source[0]], window, [(number, tiles)])
@@ -317,7 +405,18 @@ class TierFetch:
             if not self._front.write(self._root, [Piece(chunk, shard, tiles)], left_s)[0].stored:
                 return number
             self._from[chunk.key].counts.add(fetched=1)
-        return len(window)
+        return len(sources)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What fails ends the fetch, and is told here: the window that it concerns comes up short."""
+    try:
+        yield
+    except HeadwaterError as error:
+        log.warning("a fetch ended early: %s", error)
+    except Exception:
+        log.exception("a fetch failed; the rest is read from further down")
 
 
 def _is_right(tiles: Tiles, filling: Filling) -> bool:

@@ -21,8 +21,10 @@ import numpy.typing as npt
 
 from headwater.errors import BackendError, DeadlineError
 from headwater.kv.hashing import ChunkRef
+from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import (
+    Arrived,
     Fetch,
     Filled,
     Lease,
@@ -283,6 +285,10 @@ class TieredStore:
         ]
         self._counts.add(hits=len(sizes), hit_bytes=sum(sizes))
         return loan
+
+    def arrived(self, chunks: Sequence[ChunkRef], shard: Shard, spec: KVSpec) -> list[Arrived]:
+        """See `stores.base.MappedStore.arrived`."""
+        return self._front.arrived(chunks, shard, spec)
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[Lease, Tiles] | Status:
         """See `stores.base.MappedStore.borrow`."""
