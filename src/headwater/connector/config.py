@@ -44,11 +44,13 @@ class ConnectorConfig:
     staging_bytes: int | None = None
     """Memory between the engine and the pool, per rank and direction, on the device of the cache; None: 256 MiB on a
     CPU, 512 on a GPU. When it is full, saves are dropped."""
+    save_staging_bytes: int | None = None
+    """What saves get instead, where that is not the same."""
 
     def __post_init__(self) -> None:
         _one_of("role", self.role, ROLES)
         _one_of("load_mode", self.load_mode, LOAD_MODES)
-        for name in ("min_load_tokens", "group_bytes", "staging_bytes"):
+        for name in ("min_load_tokens", "group_bytes", "staging_bytes", "save_staging_bytes"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise EngineConfigError(f"{name} is {value}; expected at least 1")
         if self.load_deadline_s <= 0 or self.save_deadline_s <= 0:

@@ -18,36 +18,22 @@ from headwater.connector.arrivals import Arrivals, OnEnd
 from headwater.connector.clock import PROCESS_THREADS, timed
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.orders import BLOCKING, LAYERWISE, Job, LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.staging import ring_bytes
 from headwater.connector.stats import TRANSFER_BUCKETS_S, Durations, Times, TransferStats
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.transfer.load import Loader
-from headwater.transfer.ring import sums_bytes
 from headwater.transfer.save import Saver
 from headwater.transfer.save_job import Wanted
 from headwater.transfer.view import PagedView
 
 log = logging.getLogger(__name__)
 
-DEFAULT_STAGING_BYTES = {"cpu": 256 << 20, "cuda": 512 << 20}
-"""On a GPU two halves of it are under way at a time, and copies below 64 MiB do not fill the bus."""
 SAVE_PATIENCE_S = 0.02
 """How long a step may wait for room in the staging before chunks are dropped: a bus moves a gigabyte meanwhile."""
 IDLE_WAIT_S = 0.05
 """How long a step that has nothing to compute waits for a load: then the engine may look for new requests."""
-
-
-def staging_bytes(config: ConnectorConfig | None, device_type: str) -> int:
-    """Memory of a device that one rank's worker side takes, both directions together; none without a pool."""
-    if config is None:
-        return 0
-    each = _one_way_bytes(config, device_type)
-    return 2 * each + (sums_bytes(each) if device_type == "cuda" else 0)
-
-
-def _one_way_bytes(config: ConnectorConfig, device_type: str) -> int:
-    return config.staging_bytes or DEFAULT_STAGING_BYTES[device_type]
 
 
 class WorkerSide:
@@ -90,14 +76,14 @@ class WorkerSide:
 
     def _enter(self, space: Space) -> None:
         """Use this space from now on."""
-        each = _one_way_bytes(self._config, "cuda" if self._view.device.type == "cuda" else "cpu")
+        load_bytes, save_bytes = ring_bytes(self._config, "cuda" if self._view.device.type == "cuda" else "cpu")
         self._space = space
         with self._starting():
             self._saver = Saver(
                 space,
                 self._view,
                 self._shard,
-                staging_bytes=each,
+                staging_bytes=save_bytes,
                 group_bytes=self._config.group_bytes,
                 deadline_s=self._config.save_deadline_s,
                 patience_s=SAVE_PATIENCE_S,
@@ -107,7 +93,7 @@ class WorkerSide:
                 space,
                 self._view,
                 self._shard,
-                staging_bytes=each,
+                staging_bytes=load_bytes,
                 group_bytes=self._config.group_bytes,
                 deadline_s=self._config.load_deadline_s,
                 on_done=self._end_load,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.orders import StepOrders, StepReport
+from headwater.connector.staging import staging_bytes
 from headwater.connector.stats import TransferStats
-from headwater.connector.worker import staging_bytes
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import Placement

@@ -79,7 +79,7 @@ class StagingRing:
         return Room(start, taken, skipped + used)
 
     def take_while(
-        self, unit_bytes: int, count: int, is_patient: Callable[[], bool], poll_s: float = 0.0005
+        self, unit_bytes: int, count: int, is_patient: Callable[[], bool], poll_s: float = 0.002
     ) -> Room | None:
         """`take`, waiting for room as long as the caller is patient."""
         while (room := self.take(unit_bytes, count)) is None and count and is_patient():

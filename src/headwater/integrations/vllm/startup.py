@@ -13,7 +13,8 @@ from typing import Any
 
 from headwater.connector.events import Listener
 from headwater.connector.scheduler import SchedulerSide
-from headwater.connector.worker import DEFAULT_STAGING_BYTES, WorkerSide
+from headwater.connector.staging import with_staging
+from headwater.connector.worker import WorkerSide
 from headwater.errors import HeadwaterError, StoreError
 from headwater.integrations.vllm.adapters import Adapters, adapter_rules, watch_loads
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
@@ -37,7 +38,6 @@ from headwater.transfer.view import PagedView
 
 log = logging.getLogger(LOGGER)
 
-MAX_STAGING_BYTES = 2 << 30
 STEPS_IN_POOL = 8
 """A first tier should hold at least so many of the largest steps."""
 
@@ -147,7 +147,7 @@ def start_working(
         member.space(member.identity.epoch),
         view,
         shard,
-        replace(options.connector, staging_bytes=_staging_bytes(config, options, shard, view)),
+        with_staging(options.connector, _step_bytes(config, options, shard, view), view.device),
         block_size=_block_size(cache),
         dummy_block=NULL_BLOCK,
         open_space=member.space,
@@ -170,16 +170,10 @@ def _shared_pool(url: str, group: int) -> tuple[Pool, PoolFigures]:
         return _pools[url, group]
 
 
-def _staging_bytes(config: Any, options: Options, shard: Shard, view: PagedView) -> int | None:
-    """Sized from what one step can compute. On a CPU all of it, since all of it may have to leave the cache at once,
-    and memory that is never used costs nothing there. On a GPU a quarter: layers leave while others are computed."""
-    if options.connector.staging_bytes is not None:
-        return options.connector.staging_bytes
+def _step_bytes(config: Any, options: Options, shard: Shard, view: PagedView) -> int:
     num_tokens = int(config.scheduler_config.max_num_batched_tokens) + options.chunk_tokens
     layers, heads, row_bytes = shard.local_shape(view.spec, 0, 1)
-    kind = "cpu" if view.device.type == "cpu" else "cuda"
-    share = num_tokens * layers * heads * row_bytes // (1 if kind == "cpu" else 4)
-    return max(DEFAULT_STAGING_BYTES[kind], min(MAX_STAGING_BYTES, share))
+    return num_tokens * layers * heads * row_bytes
 
 
 def _check_capacity(config: Any, member: Membership) -> None:
