@@ -15,7 +15,13 @@ from torch import Tensor
 from headwater.kernels.attention.base import AttentionBatch
 from headwater.kernels.attention.latent import check_latent
 from headwater.kernels.attention.triton_decode import decode_attention, decode_config
-from headwater.kernels.attention.triton_latent import latent_attention, latent_config, latent_splits, tile_queries
+from headwater.kernels.attention.triton_latent import (
+    latent_attention,
+    latent_config,
+    latent_splits,
+    programs_a_multiprocessor,
+    tile_queries,
+)
 from headwater.kernels.attention.triton_prefill import prefill_attention, prefill_config
 from headwater.kernels.attention.triton_tiles import TileConfig
 from headwater.kernels.dispatch import require
@@ -182,7 +188,8 @@ class TritonAttention:
             config = self._latent or latent_config(q_latent.dtype, tile_rows, width, self._shared_bytes)
             tiles = plan.prefill_tiles(tile_queries(num_heads, config)) if tiled else None
             num_programs = (n if tiles is None else len(tiles)) * _ceil_div(num_heads, config.block_rows)
-            num_splits, least = latent_splits(num_programs, max(batch.kv_lens_cpu[requests]), self._num_sms)
+            at_once = self._num_sms * programs_a_multiprocessor(config)
+            num_splits, least = latent_splits(num_programs, max(batch.kv_lens_cpu[requests]), at_once)
             latent_attention(
                 q_latent[rows],
                 q_rope[rows],

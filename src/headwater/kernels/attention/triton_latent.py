@@ -22,11 +22,12 @@ from headwater.kernels.attention.triton_tiles import TileConfig, load_tokens
 _MAX_ROWS = 64
 """More rows of 512 float32 sums than these do not fit the registers of a block."""
 _HALF_CONFIGS = {
-    16: (TileConfig(16, 64, 4, 5), TileConfig(16, 32, 4, 4), TileConfig(16, 16, 4, 2)),
+    16: (TileConfig(16, 64, 4, 2), TileConfig(16, 32, 4, 2), TileConfig(16, 16, 4, 2)),
     32: (TileConfig(32, 32, 4, 3), TileConfig(32, 16, 4, 2)),
-    64: (TileConfig(64, 32, 8, 3), TileConfig(64, 16, 4, 2)),
+    64: (TileConfig(64, 64, 8, 2), TileConfig(64, 32, 8, 3), TileConfig(64, 16, 4, 2)),
 }
-"""By rows; the first that fits the shared memory is taken."""
+"""By rows; the first that fits the shared memory is taken. The first of all are the best on an H200 of those that
+tests/gpu/tune_moe_mla.py tries."""
 _MAX_SPLITS = 64
 _MIN_SPLIT = 128
 _LONG_SPLIT = 8192
@@ -45,9 +46,14 @@ def latent_config(dtype: torch.dtype, num_rows: int, width: int, shared_bytes: i
     return TileConfig(16, 16, 4, 2)
 
 
+def programs_a_multiprocessor(config: TileConfig) -> int:
+    """How many run at once: two hide each other's waiting where the arithmetic is little."""
+    return 2 if config.block_rows == 16 else 1
+
+
 def latent_splits(num_programs: int, max_kv_len: int, num_sms: int) -> tuple[int, int]:
-    """(number of splits, least tokens per split) for `num_programs` = tiles × groups of heads, one of which fills a
-    multiprocessor: those that keep the last wave full, at the price of a merge."""
+    """(number of splits, least tokens per split) for `num_programs` = tiles × groups of heads, of which the device runs
+    `num_sms` at once: those that keep the last wave full, at the price of a merge."""
 
     def cost(splits: int) -> float:
         waves = -(-num_programs * splits // num_sms)
