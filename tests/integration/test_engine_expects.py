@@ -63,6 +63,7 @@ def prefill_server(model: Path, pool: str, num_tokens: int) -> Iterator[subproce
             assert process.stdout is not None
             assert process.stdout.readline().strip() == "ready"
             yield process
+            assert process.wait(WAIT_S) == 0  # with its ranks: they have the pool open
         finally:
             process.kill()
 
