@@ -12,7 +12,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headwater.errors import PeerError, PeerGoneError, PeerRefusedError, PeerTimeoutError
 from headwater.peers.address import PeerAddress
@@ -72,6 +72,23 @@ class Connection:
         raw = bytearray(HEADER.size)
         self.receive_into([memoryview(raw)], deadline)
         return self.receive_meta(bytes(raw), deadline)
+
+    def await_header(self, is_over: Callable[[], bool]) -> bytes:
+        """The next header, however long it takes; PeerTimeoutError once `is_over`, asked every tick, says so."""
+        raw = bytearray(HEADER.size)
+        got = 0
+        while got < len(raw):
+            try:
+                more = self._receive_some([memoryview(raw)[got:]])
+                if not more:
+                    raise PeerGoneError("the peer closed the connection")
+                got += more
+            except (BlockingIOError, TimeoutError):
+                if is_over():
+                    raise PeerTimeoutError("the peer says nothing any more") from None
+            except OSError as error:
+                raise PeerGoneError(f"the peer is gone: {error.strerror or error}") from error
+        return bytes(raw)
 
     def receive_meta(self, raw: bytes, deadline: float) -> tuple[Header, bytes]:
         """The rest of a frame whose header has come."""
