@@ -1,4 +1,4 @@
-"""`headwater proxy` and `headwater router`: one program in front of several servers, with or without prefill servers."""
+"""`headwater proxy` and `headwater router`: one program in front of several servers, with prefill servers or not."""
 
 from __future__ import annotations
 

@@ -33,6 +33,8 @@ class Candidate:
         self.queued_tokens = 0
         self.num_queued = 0
         self.num_running = 0
+        self.last_turn = 0
+        """When it was chosen last: equals take turns."""
         self._router = router
         self.sent_bit, self.recent_bit = router.bits.take(), router.bits.take()
 
@@ -123,24 +125,11 @@ class Router:
     def choose(self, prompt: PromptKeys, servers: Sequence[Candidate]) -> Choice:
         """The cheapest of the servers, of which there is at least one. Costs about the hashing of the prompt once more
         at most. Equals take turns."""
-        choices = self.costs(prompt, servers)
-        self._turn += 1
-        turn = self._turn
-        order = range(len(servers))
-        best = min(
-            order,
-            key=lambda i: (
-                (choices[i].uncached_tokens + servers[i].load_tokens) / servers[i].weight,
-                servers[i].num_in_flight / servers[i].weight,
-                (i - turn) % len(servers),
-            ),
-        )
-        return choices[best]
+        return min(self.costs(prompt, servers), key=_cost)
 
     def round_robin(self, prompt: PromptKeys, servers: Sequence[Candidate]) -> Choice:
         """The next server, whatever it has: to compare with."""
-        self._turn += 1
-        return self.costs(prompt, servers)[self._turn % len(servers)]
+        return min(self.costs(prompt, servers), key=lambda choice: choice.server.last_turn)
 
     def costs(self, prompt: PromptKeys, servers: Sequence[Candidate]) -> list[Choice]:
         """What each server would have to compute."""
@@ -161,12 +150,20 @@ class Router:
     def send(self, prompt: PromptKeys, choice: Choice) -> Ticket:
         """Note that the prompt goes to its server."""
         server = choice.server
+        self._turn += 1
+        server.last_turn = self._turn
         keys = prompt.of(server.scheme).keys
         if server.event_bits:
             self.recent.note(keys, server.recent_bit)
         else:
             self.sent.note(keys, server.sent_bit)
         return Ticket(choice)
+
+
+def _cost(choice: Choice) -> tuple[float, float, int]:
+    server = choice.server
+    tokens = choice.uncached_tokens + server.load_tokens
+    return tokens / server.weight, server.num_in_flight / server.weight, server.last_turn
 
 
 def without(servers: Sequence[Candidate], tried: Collection[Candidate]) -> list[Candidate]:

@@ -142,6 +142,7 @@ class Fleet:
     async def _watch(self, server: Server) -> None:
         while True:
             await asyncio.sleep(self._config.health_interval_s)
+            server.upstream.prune()
             await server.check(self._config.health_timeout_s)
 
 

@@ -87,6 +87,12 @@ class Upstream:
                 reply.close()
                 raise
 
+    def prune(self) -> None:
+        """Close connections that have been idle for too long to be used again."""
+        oldest_s = asyncio.get_running_loop().time() - IDLE_S
+        while self._idle and self._idle[0][0] < oldest_s:
+            self._idle.pop(0)[1].writer.transport.abort()
+
     def close(self) -> None:
         """Close the connections that are idle."""
         while self._idle:
