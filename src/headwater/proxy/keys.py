@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from headwater.kv.hashing import ChunkKeys
+from headwater.kv.hashing import Tokens as TokenIds
 from headwater.pool.space import Space
 from headwater.pool.tenants import tenant_of
 from headwater.proxy.calls import CallBody
@@ -49,7 +50,7 @@ class Scheme(Protocol):
     @property
     def needs_tokens(self) -> bool: ...
 
-    def keyed(self, call: CallBody, tokens: Sequence[int] | None) -> Keyed: ...
+    def keyed(self, call: CallBody, tokens: TokenIds | None) -> Keyed: ...
 
 
 class TextScheme:
@@ -58,7 +59,7 @@ class TextScheme:
 
     needs_tokens = False
 
-    def keyed(self, call: CallBody, tokens: Sequence[int] | None = None) -> Keyed:
+    def keyed(self, call: CallBody, tokens: TokenIds | None = None) -> Keyed:
         """Costs one SHA-256 of a kilobyte a block."""
         data = canonical_text(call)
         num_tokens = -(-len(data) // TEXT_BYTES_PER_TOKEN)
@@ -87,9 +88,9 @@ class TokenScheme:
         text = msgspec.json.encode([self.block_tokens, cache_salt or None, adapter or None])
         return hashlib.sha256(b"headwater blocks\0" + text).digest()
 
-    def keyed(self, call: CallBody, tokens: Sequence[int] | None) -> Keyed:
+    def keyed(self, call: CallBody, tokens: TokenIds | None) -> Keyed:
         """Costs one SHA-256 a block."""
-        found = ChunkKeys(self.root(call.cache_salt), self.block_tokens, tokens or ())
+        found = ChunkKeys(self.root(call.cache_salt), self.block_tokens, () if tokens is None else tokens)
         return Keyed(found.full, self.block_tokens, found.num_tokens)
 
 
@@ -101,11 +102,11 @@ class SpaceScheme:
     def __init__(self) -> None:
         self.space: Space | None = None
 
-    def keyed(self, call: CallBody, tokens: Sequence[int] | None) -> Keyed:
+    def keyed(self, call: CallBody, tokens: TokenIds | None) -> Keyed:
         """As `Space.keys`. Without a space there is nothing to find, and nothing is keyed."""
         if self.space is None:
-            return Keyed((), 1, len(tokens or ()))
-        found = self.space.keys(tokens or (), tenant=tenant_of(call.cache_salt))
+            return Keyed((), 1, len(() if tokens is None else tokens))
+        found = self.space.keys(() if tokens is None else tokens, tenant=tenant_of(call.cache_salt))
         return Keyed(found.full, found.chunk_tokens, found.num_tokens)
 
 
@@ -115,7 +116,7 @@ TEXT = TextScheme()
 class PromptKeys:
     """The keys of one request under every scheme that is asked for, each computed once."""
 
-    def __init__(self, call: CallBody, tokens: Sequence[int] | None) -> None:
+    def __init__(self, call: CallBody, tokens: TokenIds | None) -> None:
         self._call = call
         self._tokens = tokens
         self._keyed: dict[int, Keyed] = {}
