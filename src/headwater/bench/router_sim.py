@@ -48,9 +48,9 @@ class SimServers:
     """What the servers can do."""
 
     count: int = 4
-    prefill_tokens_per_s: float = 12_000.0
+    prefill_tokens_per_s: float = 6_000.0
     decode_tokens_per_s: float = 40.0
-    cache_blocks: int = 3000
+    cache_blocks: int = 800
     event_delay_s: float = 0.1
 
 
