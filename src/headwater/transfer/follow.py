@@ -28,7 +28,8 @@ from headwater.transfer.streams import Event
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.001
+MIN_POLL_S, MAX_POLL_S = 0.001, 0.01
+"""The longer nothing has come, the rarer it is looked for."""
 MAX_SEGMENTS = 2
 """Under way at a time for one load: one is placed, one waits. What comes meanwhile goes together in the next."""
 SURVEY_CHUNKS = 64
@@ -192,8 +193,10 @@ class Follower:
                     log.exception("a load stops following the pool")
                     follow.is_stopped = True
             if not is_busy:
+                now = time.monotonic()
+                idle_s = min([now - follow.advanced_s for follow in follows], default=0.0)
                 with self._changed:
-                    self._changed.wait(POLL_S)
+                    self._changed.wait(max(MIN_POLL_S, min(MAX_POLL_S, idle_s / 8)))
 
     def _step(self, follow: Follow) -> bool:
         """Begin what has come, or end the follow; whether there was anything to do."""
