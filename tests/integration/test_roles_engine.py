@@ -1,4 +1,4 @@
-"""Prefill in one engine, decode in another with a pool of its own: KV goes over the wire in the steps that compute it."""
+"""Prefill in one engine, decode in another with a pool of its own: each step pushes the KV that it computes."""
 
 from __future__ import annotations
 
@@ -95,9 +95,7 @@ def push(address: object, name: str = "0f") -> Transfer:
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
-def test_decode_loads_all_that_prefill_computed(
-    prefill_tp: int, decode_tp: int, model: Path, tmp_path: Path
-) -> None:
+def test_decode_loads_all_that_prefill_computed(prefill_tp: int, decode_tp: int, model: Path, tmp_path: Path) -> None:
     """Prompts around a chunk's length, in small steps, other block size and ranks at both ends: the same tokens, and
     all that is worth loading is loaded."""
     sizes = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17]
@@ -129,18 +127,21 @@ def test_what_prefill_has_already_is_sent_too(model: Path, tmp_path: Path) -> No
     """The second request finds its prompt in the engine's cache and in its pool: nothing is computed but one token, and
     all of it is sent. A third one finds that the peer has it."""
     prompt = prompt_of(2 * CHUNK + 40)
-    with two_pools(tmp_path) as (prefill_url, decode_url), receiver_of(decode_url) as (receiver, _):
-        with Engine(config_of(model, prefill_url)) as engine:
-            engine.add("first", prompt, ONE)
+    with (
+        two_pools(tmp_path) as (prefill_url, decode_url),
+        receiver_of(decode_url) as (receiver, _),
+        Engine(config_of(model, prefill_url)) as engine,
+    ):
+        engine.add("first", prompt, ONE)
+        (output,) = run(engine)
+        assert output.num_sent_tokens is None
+        assert engine.drain_saves(WAIT_S)
+        for _ in range(2):
+            engine.add("second", prompt, ONE, transfer=push(receiver.address))
             (output,) = run(engine)
-            assert output.num_sent_tokens is None
-            assert engine.drain_saves(WAIT_S)
-            for _ in range(2):
-                engine.add("second", prompt, ONE, transfer=push(receiver.address))
-                (output,) = run(engine)
-                assert output.num_cached_tokens >= 2 * CHUNK
-                assert output.num_sent_tokens == len(prompt)
-            assert receiver.stats()["chunks_stored"] == 3
+            assert output.num_cached_tokens >= 2 * CHUNK
+            assert output.num_sent_tokens == len(prompt)
+        assert receiver.stats()["chunks_stored"] == 3
 
 
 def test_prefill_that_is_preempted_sends_all_of_it(model: Path, tmp_path: Path) -> None:
@@ -173,33 +174,34 @@ def test_decode_places_a_group_of_layers_before_the_next_is_sent(
 
     monkeypatch.setattr(Link, "_send_layers", held_back)
     (wanted,) = alone(model, [prompt])
-    with two_pools(tmp_path) as (prefill_url, decode_url), receiver_of(decode_url) as (receiver, pool):
-        with (
-            Engine(config_of(model, prefill_url)) as prefill,
-            Engine(config_of(model, decode_url, page_size=32)) as decode,
-        ):
-            prefill.add("r", prompt, ONE, transfer=push(receiver.address))
-            decode.add("r", prompt, GREEDY, transfer=Transfer(id="0f", wait_s=WAIT_S, start_s=WAIT_S))
-            prefill.step()
-            assert not prefill._requests, "the prompt is computed, and its answer waits for the push"
-            cache = decode._executor._runner.cache  # type: ignore[attr-defined]
-            assert cache is not None
+    with (
+        two_pools(tmp_path) as (prefill_url, decode_url),
+        receiver_of(decode_url) as (receiver, pool),
+        Engine(config_of(model, prefill_url)) as prefill,
+        Engine(config_of(model, decode_url, page_size=32)) as decode,
+    ):
+        prefill.add("r", prompt, ONE, transfer=push(receiver.address))
+        decode.add("r", prompt, GREEDY, transfer=Transfer(id="0f", wait_s=WAIT_S, start_s=WAIT_S))
+        prefill.step()
+        assert not prefill._requests, "the prompt is computed, and its answer waits for the push"
+        cache = decode._executor._runner.cache  # type: ignore[attr-defined]
+        assert cache is not None
 
-            def filled(layer: int) -> bool:
-                decode.step()
-                return bool(cache.data.view(cache.data.shape)[layer].any())
+        def filled(layer: int) -> bool:
+            decode.step()
+            return bool(cache.planes(layer)[0].any())
 
-            wait_until(lambda: filled(0), WAIT_S)
-            assert layers_sent == [range(0, 1)]
-            assert not filled(1)
-            assert pool.stats().store.pending_bytes > 0
-            go_on.set()
-            (output,) = run(prefill)
-            assert output.num_sent_tokens == len(prompt)
-            outputs = run(decode)
-            assert tokens_of(outputs) == wanted
-            assert outputs[-1].num_cached_tokens == len(prompt) - 1
-            assert decode.stats().pool.num_followed == 1
+        wait_until(lambda: filled(0), WAIT_S)
+        assert layers_sent == [range(1)]
+        assert not filled(1)
+        assert pool.stats().store.pending_bytes > 0
+        go_on.set()
+        (output,) = run(prefill)
+        assert output.num_sent_tokens == len(prompt)
+        outputs = run(decode)
+        assert tokens_of(outputs) == wanted
+        assert outputs[-1].num_cached_tokens == len(prompt) - 1
+        assert decode.stats().pool.num_followed == 1
 
 
 def test_a_peer_that_is_not_there_costs_the_answer_little(model: Path, tmp_path: Path) -> None:
@@ -215,14 +217,17 @@ def test_a_peer_that_is_not_there_costs_the_answer_little(model: Path, tmp_path:
 
 def test_a_prefill_that_is_aborted_leaves_nothing_pending(model: Path, tmp_path: Path) -> None:
     prompt = prompt_of(3 * CHUNK)
-    with two_pools(tmp_path) as (prefill_url, decode_url), receiver_of(decode_url) as (receiver, pool):
-        with Engine(config_of(model, prefill_url, max_batched_tokens=CHUNK)) as engine:
-            engine.add("r", prompt, ONE, transfer=push(receiver.address))
-            engine.step()
-            engine.abort("r")
-            run(engine)
-            wait_until(lambda: pool.stats().store.pending_bytes == 0, WAIT_S)
-            engine.check_integrity()
-            engine.add("r", prompt, ONE, transfer=push(receiver.address))
-            (output,) = run(engine)
-            assert output.num_sent_tokens == len(prompt)
+    with (
+        two_pools(tmp_path) as (prefill_url, decode_url),
+        receiver_of(decode_url) as (receiver, pool),
+        Engine(config_of(model, prefill_url, max_batched_tokens=CHUNK)) as engine,
+    ):
+        engine.add("r", prompt, ONE, transfer=push(receiver.address))
+        engine.step()
+        engine.abort("r")
+        run(engine)
+        wait_until(lambda: pool.stats().store.pending_bytes == 0, WAIT_S)
+        engine.check_integrity()
+        engine.add("r", prompt, ONE, transfer=push(receiver.address))
+        (output,) = run(engine)
+        assert output.num_sent_tokens == len(prompt)
