@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from engine_models import save_random_checkpoint
 
 SRC = Path(__file__).parents[2] / "src"
@@ -36,8 +37,20 @@ class Serve:
         path = os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))
         engine = ["--device", "cpu", "--num-threads", "1", "--max-model-len", "2048", "--pool-group-bytes", "1"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "headwater", "serve", "--port", "0", "--pool", pool, "--model", str(model)]
-            + [*engine, *args],
+            [
+                sys.executable,
+                "-m",
+                "headwater",
+                "serve",
+                "--port",
+                "0",
+                "--pool",
+                pool,
+                "--model",
+                str(model),
+                *engine,
+                *args,
+            ],
             env=os.environ | {"PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -63,6 +63,16 @@ class Pushes:
             push.num_tokens = end
             self._orders.append(PushOrder(request_id, push.name, push.transfer.push_to, chunks, tenant, adapter))
 
+    def num_tokens(self, request_id: str) -> int:
+        """Of a request's prompt: how many tokens, from the first on, are sent or on their way."""
+        push = self._pushes.get(request_id)
+        return 0 if push is None else push.num_tokens
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether there is something to tell the ranks, though nothing may be left to compute."""
+        return bool(self._orders or self._flushes)
+
     def finish(self, request_id: str, *, is_wanted: bool) -> bool:
         """A request is over: flush what was announced of it, or drop it. Whether the end of a flush will be told."""
         push = self._pushes.pop(request_id, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -134,15 +134,22 @@ class WorkerSide:
             self._loader.cancel(request_id)
         for order in (*orders.before, *orders.during):
             self._name_root(order)
-        for push in orders.pushes:  # before their saves: these are told what is awaited
-            self._name_root(push)
-            self._pushes.push(push)
+        if orders.pushes:
+            self._push(orders.pushes)  # before their saves: these are told what is awaited
         if orders.before:
             self._saver.save_all([Wanted(*self._unpack(order.job)) for order in orders.before])
         for order in orders.during:
             self._saver.begin(*self._unpack(order.job))
-        for flush in orders.flushes:
-            self._pushes.flush(flush)
+        if orders.flushes:
+            with self._starting():
+                for flush in orders.flushes:
+                    self._pushes.flush(flush)
+
+    def _push(self, orders: Sequence[PushOrder]) -> None:
+        with self._starting():
+            for order in orders:
+                self._name_root(order)
+                self._pushes.push(order)
 
     @timed
     def start_loads(self, orders: StepOrders) -> None:
