@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CHUNK = 256
 WAIT_S = 120.0
-SLOW = ["--max-batched-tokens", "16"]
+SLOW = ["--max-batched-tokens", "8", "--max-num-seqs", "4"]
+"""So that a prompt takes long enough to be killed in the middle."""
 
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
@@ -112,8 +113,8 @@ def test_prefill_says_how_much_it_has_sent(trio: Trio) -> None:
 def test_prefill_that_is_killed_costs_time_and_no_answer(trio: Trio) -> None:
     """kill -9 when a part has come: the same tokens, and all memory back."""
     prompt = prompt_of(7 * CHUNK, 5)
-    found = ask_aside(trio, prompt)
     with open_pool(trio.decode.pool) as pool:
+        found = ask_aside(trio, prompt)
         wait_until(lambda: pool.stats().store.chunks >= 1, WAIT_S)
         trio.prefill.process.kill()
         answer = found()
@@ -126,8 +127,8 @@ def test_prefill_that_is_killed_costs_time_and_no_answer(trio: Trio) -> None:
 def test_a_receiver_that_is_killed_costs_time_and_no_answer(trio: Trio) -> None:
     """kill -9 of decode's receiver when a part has come. It is started again, on the same port, and receives."""
     prompt, pid = prompt_of(7 * CHUNK, 5), trio.decode.receiver_pid()
-    found = ask_aside(trio, prompt)
     with open_pool(trio.decode.pool) as pool:
+        found = ask_aside(trio, prompt)
         wait_until(lambda: pool.stats().store.chunks >= 1, WAIT_S)
         os.kill(pid, signal.SIGKILL)
         answer = found()

@@ -113,14 +113,15 @@ class StepOrders:
     during: tuple[SaveOrder, ...] = ()
     """Saves of what the step itself computes, to be taken layer by layer or at its end."""
     loads: tuple[LoadOrder, ...] = ()
-    pushes: tuple[PushOrder, ...] = ()
-    flushes: tuple[FlushOrder, ...] = ()
     cancelled: tuple[str, ...] = ()
     """Requests whose load nobody waits for any more."""
     wrong_blocks: frozenset[int] = frozenset()
     """Blocks that the step takes for computed and that are not: to be reported like those of a failed load."""
     is_idle: bool = False
     """Nothing is computed in this step, so that it may wait for a load."""
+    pushes: tuple[PushOrder, ...] = ()
+    """Chunks that other hosts get as well; they are among the saves of this step or of later ones, or saved already."""
+    flushes: tuple[FlushOrder, ...] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -1,6 +1,7 @@
 """Prompts whose KV goes to another host, as the scheduler side sees them: what is announced with which step.
 
-Chunks are announced in the step that completes them, so a peer reserves room for a step and not for a whole prompt.
+Chunks are announced in the first step that computes some of them, so a peer knows that they come, and reserves room for
+a step and not for a whole prompt.
 Everything is ordered by request; its transfer's id is the peer's and the proxy's name for it.
 """
 
@@ -51,12 +52,13 @@ class Pushes:
         self._pushes[tracked.request_id] = _Push(tracked, transfer, _name(transfer.id, tracked, names), limit)
 
     def computes(self, request_id: str, num_computed: int) -> None:
-        """After the step that is ordered next, the KV of so many tokens of a request is there."""
+        """After the step that is ordered next, the KV of so many tokens of a request is there. The chunk that it leaves
+        incomplete is announced, too: whoever waits for it learns that it comes."""
         push = self._pushes.get(request_id)
         if push is None or push.num_tokens >= push.limit or push.tracked.inputs is None or push.tracked.is_foreign:
             return  # what is not saved is not sent
         chunk_tokens = push.tracked.space.chunk_tokens
-        end = push.limit if num_computed >= push.limit else num_computed // chunk_tokens * chunk_tokens
+        end = min(push.limit, -(-num_computed // chunk_tokens) * chunk_tokens)
         if end > push.num_tokens:
             chunks = tuple(_chunks(push.tracked, push.num_tokens, end))
             tenant, adapter, _ = push.tracked.inputs
