@@ -133,19 +133,40 @@ def test_layers_noted_before_the_peer_has_answered_are_sent_all_the_same() -> No
         check_arrived(there, chunks)
 
 
-def test_what_the_peer_has_is_not_sent_again() -> None:
+@pytest.mark.parametrize("eager_bytes", [0, 1 << 20])
+def test_what_the_peer_has_is_not_stored_again(eager_bytes: int) -> None:
+    """Nor sent, unless it is so little that asking first would take longer."""
     with two_pools() as (one, other), receiving(other) as receiver:
         here, there = open_space(one), open_space(other)
         chunks = prompt(here, 4)
         save(here, chunks, whole_shard(here.spec))
         save(there, chunks[:3], whole_shard(here.spec))
-        with sending(here) as (sender,):
+        with sending(here, eager_bytes=eager_bytes) as (sender,):
             transfer = transfer_id()
             assert sender.push(transfer, str(receiver.address), chunks)
             assert sender.flush(transfer, 10.0) == 4 * CHUNK
-            assert sender.counts["bytes"] == here.spec.extent_bytes(CHUNK)
+            assert sender.counts["bytes"] == here.spec.extent_bytes(CHUNK) * (4 if eager_bytes else 1)
+            assert sender.counts["chunks_sent"] == 1
+            assert sender.counts["connected"] == 1
         check_arrived(there, chunks)
         assert receiver.landing.counts["chunks_exists"] == 3
+        assert receiver.landing.counts["chunks_stored"] == 1
+
+
+def test_all_that_is_pushed_is_there_already() -> None:
+    with two_pools() as (one, other), receiving(other) as receiver:
+        here, there = open_space(one), open_space(other)
+        chunks = prompt(here, 4)
+        for space in (here, there):
+            save(space, chunks, whole_shard(here.spec))
+        with sending(here) as (sender,):
+            for _ in range(3):
+                transfer = transfer_id()
+                assert sender.push(transfer, str(receiver.address), chunks)
+                assert sender.flush(transfer, 10.0) == 4 * CHUNK
+            assert sender.counts["connected"] == 1
+            assert sender.counts["failures"] == 0
+        nothing_pending(other)
 
 
 def test_two_servers_push_one_prompt_and_one_of_them_is_busy() -> None:
@@ -216,7 +237,7 @@ def test_whatever_is_not_finished_is_given_back(how: str) -> None:
                 assert sender.flush(transfer, 0.2) == 0
             left = here.spec.extent_bytes(CHUNK) if how == "lost" else 0
             wait_until(lambda: other.stats().store.pending_bytes == left, 10.0)
-            assert receiver.landing.pending_bytes == left
+            wait_until(lambda: receiver.landing.pending_bytes == left, 10.0)
             if how == "lost":
                 save(here, chunks, shard, range(3, 6))
                 sender.noted(chunks[:1], range(3, 6))

@@ -17,6 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +28,15 @@ from headwater.peers.address import PeerAddress
 from headwater.peers.caller import Caller
 from headwater.peers.carriers import tcp
 from headwater.peers.outgoing import Batch, Sent, Transfer, consecutive, settle_put
-from headwater.peers.tiles import alike, layouts_of, pieces_of
+from headwater.peers.tiles import Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Put, Refusal, Stop, Type, encode_frame
 from headwater.pool.space import Space
-from headwater.stores.base import Status
+from headwater.stores.base import Loan, Place, Status
 
 log = logging.getLogger("headwater")
 
-_FRAME_BYTES = 16 << 20
-"""Of one data frame, about: what the peer notes and shows at a time."""
+_FRAME_BYTES = 64 << 20
+"""Of one data frame, about: what the peer notes and shows at a time, where the saver's groups are not smaller."""
 _PATIENCE_S = 60.0
 """A transfer that nothing happens to for so long is dropped."""
 
@@ -52,11 +53,33 @@ class LinkSettings:
     dead_s: float = 0.25
     """How long a peer is left alone after it failed. One that does not answer costs a deadline each time, so the time
     is doubled with each failure, up to eight times as long."""
+    eager_bytes: int = 8 << 20
+    """What is present and no larger than this is sent with its announcement: should the peer have it, little is
+    wasted."""
     max_queued: int = 4096
     """Things that the thread may have before it; what comes beyond that is dropped."""
 
 
 Told = Callable[[], None]
+
+
+class _Held(NamedTuple):
+    """A loan of all of a rank's layers of some chunks of a batch."""
+
+    loan: Loan
+    numbers: Sequence[int]
+    layers: range
+
+    def has(self, numbers: Sequence[int]) -> bool:
+        """Whether these chunks are in it."""
+        places = self.loan.places
+        return all(places[self.numbers.index(number)] is not None for number in numbers)
+
+    def part(self, numbers: Sequence[int], layers: range) -> tuple[list[Place | None], npt.NDArray[np.uint64]]:
+        """Places and checksums of some chunks and layers."""
+        rows = [self.numbers.index(number) for number in numbers]
+        columns = [self.layers.index(layer) for layer in layers]
+        return [self.loan.places[row] for row in rows], self.loan.sums[np.ix_(rows, columns)]
 
 
 class Link:
@@ -74,6 +97,8 @@ class Link:
         self.address = address
         self._space = space
         self._shard = shard
+        self._mine = replace(shard, replicas=1, replica=0)
+        """All that this rank has, whichever of its replicas sends it."""
         self._caller = caller
         self._settings = settings
         self._counts = counts
@@ -184,6 +209,11 @@ class Link:
         for i, chunk in enumerate(batch.chunks):
             self._by_key.setdefault(chunk.key, []).append((batch, i))
         self._ask(batch)
+        if (
+            self._space.spec.extent_bytes(sum([chunk.num_tokens for chunk in batch.chunks]))
+            <= self._settings.eager_bytes
+        ):
+            self._send_present(batch)
 
     def note(self, keys: Sequence[bytes], layers: range) -> None:
         """Layers of some chunks are in the own pool now."""
@@ -238,55 +268,72 @@ class Link:
 
     def _send_present(self, batch: Batch) -> None:
         """Send what is in the own pool already, whether it was noted here or not."""
-        wanted = [i for i, state in enumerate(batch.states) if state == Sent.WANTED]
-        if not wanted:
-            self._settle(batch, wanted)
-            return
-        loan = self._space.lend([batch.chunks[i] for i in wanted], replace(self._shard, replicas=1, replica=0))
-        loan.release()
-        for i, place in zip(wanted, loan.places, strict=True):
-            if place is not None:
-                batch.ready[i].update(self._shard.layers)
-        self._send_ready(batch, wanted)
+        wanted = [i for i, state in enumerate(batch.states) if not state.is_final and not self._is_sent(batch, i)]
+        if wanted:
+            held = _Held(self._space.lend([batch.chunks[i] for i in wanted], self._mine), wanted, self._mine.layers)
+            try:
+                for i, place in zip(wanted, held.loan.places, strict=True):
+                    if place is not None:
+                        batch.ready[i].update(self._mine.layers)
+                self._send_ready(batch, wanted, held)
+            finally:
+                held.loan.release()
         self._settle(batch, wanted)
 
-    def _send_ready(self, batch: Batch, numbers: Sequence[int]) -> None:
-        """Send the layers of some chunks that are ready and were not sent, in groups."""
+    def _is_sent(self, batch: Batch, i: int) -> bool:
+        return len(batch.sent[i]) == len(self._mine.layers)
+
+    def _send_ready(self, batch: Batch, numbers: Sequence[int], held: _Held | None = None) -> None:
+        """Send the layers of some chunks that are ready and were not sent, in groups. `held`: a loan of all layers."""
         runs: dict[range, list[int]] = {}
         for i in numbers:
-            if batch.states[i] == Sent.WANTED:
-                for run in consecutive(batch.ready[i] - batch.sent[i], self._shard.layers):
+            if not batch.states[i].is_final:
+                for run in consecutive(batch.ready[i] - batch.sent[i], self._mine.layers):
                     runs.setdefault(run, []).append(i)
                 batch.ready[i].clear()
         for run, some in runs.items():
-            layer_bytes = len(self._shard.heads) * self._space.spec.tile_bytes(self._space.chunk_tokens) * len(some)
+            layer_bytes = len(self._mine.heads) * self._space.spec.tile_bytes(self._space.chunk_tokens) * len(some)
             step = max(1, _FRAME_BYTES // layer_bytes)
             for first in range(run.start, run.stop, step):
-                self._send_layers(batch, some, range(first, min(first + step, run.stop)))
+                self._send_layers(batch, some, range(first, min(first + step, run.stop)), held)
 
-    def _send_layers(self, batch: Batch, wanted: Sequence[int], layers: range) -> None:
+    def _send_layers(self, batch: Batch, wanted: Sequence[int], layers: range, held: _Held | None) -> None:
         """Send a group of layers of some chunks. A chunk that is not in the own pool any more is given up."""
-        todo = [i for i in wanted if batch.states[i] == Sent.WANTED]
+        todo = [i for i in wanted if not batch.states[i].is_final]
         layouts = layouts_of(self._space.spec, self._shard, [batch.chunks[i] for i in todo], layers)
         for group in alike(layouts).values():
             layout, numbers = layouts[group[0]], [todo[at] for at in group]
             if not layout.num_tiles:
                 continue
+            if held is not None and held.has(numbers):
+                self._send_lent(batch, numbers, layers, layout, *held.part(numbers, layout.shard.layers))
+                continue
             loan = self._space.lend([batch.chunks[i] for i in numbers], layout.shard)
             try:
-                rows = [row for row, place in enumerate(loan.places) if place is not None]
-                most = max(1, _FRAME_BYTES // layout.num_bytes)
-                for at in range(0, len(rows), most):
-                    some = rows[at : at + most]
-                    places = [place for row in some if (place := loan.places[row]) is not None]
-                    pieces = [piece for place in places for piece in pieces_of(place, layout)]
-                    sent = [numbers[row] for row in some]
-                    self._send_data(batch, sent, layers, pieces, loan.sums[some], layout.num_bytes * len(some))
+                self._send_lent(batch, numbers, layers, layout, loan.places, loan.sums)
             finally:
                 loan.release()
-            missing = [numbers[row] for row, place in enumerate(loan.places) if place is None]
-            if missing:
-                self._give_up(batch, min(missing), "chunks_evicted")
+
+    def _send_lent(
+        self,
+        batch: Batch,
+        numbers: Sequence[int],
+        layers: range,
+        layout: Layout,
+        places: Sequence[Place | None],
+        sums: npt.NDArray[np.uint64],
+    ) -> None:
+        """Send lent tiles in frames; what could not be lent is given up."""
+        found = [(row, place) for row, place in enumerate(places) if place is not None]
+        most = max(1, _FRAME_BYTES // layout.num_bytes)
+        for at in range(0, len(found), most):
+            some = found[at : at + most]
+            rows = [row for row, _ in some]
+            pieces = [piece for _, place in some for piece in pieces_of(place, layout)]
+            self._send_data(batch, [numbers[row] for row in rows], layers, pieces, sums[rows], layout.num_bytes)
+        if len(found) < len(numbers):
+            lost = next(number for number, place in zip(numbers, places, strict=True) if place is None)
+            self._give_up(batch, lost, "chunks_evicted")
 
     def _send_data(
         self,
@@ -295,14 +342,14 @@ class Link:
         layers: range,
         pieces: Sequence[memoryview],
         sums: npt.NDArray[np.uint64],
-        size: int,
+        chunk_bytes: int,
     ) -> None:
-        data = Data(batch.number, layers, numbers, sums)
+        data, size = Data(batch.number, layers, numbers, sums), chunk_bytes * len(numbers)
 
         def answered(body: bytes) -> None:
             if len(body) != len(numbers):
                 raise WireError("an answer that does not fit its data")
-            lost = [i for i, code in zip(numbers, body, strict=True) if code]
+            lost = [i for i, code in zip(numbers, body, strict=True) if code and batch.states[i] == Sent.WANTED]
             for i in numbers:
                 batch.acked[i].update(layers)
             if lost:
