@@ -16,11 +16,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from headwater.bench.measure import Note, Rounds, Timed, gbps, machine, stopwatch, take_turns
+from headwater.bench.measure import Note, Rounds, Timed, gbps, in_threads, machine, stopwatch, take_turns
 from headwater.bench.push_bare import send_all, shuffled
 from headwater.errors import StoreError
 from headwater.kv.hashing import ChunkRef
@@ -75,17 +76,17 @@ class PeersBench:
     """What is measured, and how often."""
 
     cases: tuple[PushCase, ...] = (
-        PushCase("4k", 16, 64, 5, 25),
-        PushCase("128k", 256, 128, 5, 25),
-        PushCase("1m", 256, 1024, 4, 8),
-        PushCase("128k_2ranks", 256, 128, 5, 25, num_ranks=2),
+        PushCase("4k", 16, 64, 25, 5),
+        PushCase("128k", 256, 128, 25, 5),
+        PushCase("1m", 256, 1024, 16, 2),
+        PushCase("128k_2ranks", 256, 128, 25, 5, num_ranks=2),
     )
     rounds: int = 9
     seconds: float = 240.0
     """No case begins after this time."""
 
 
-QUICK = PeersBench(cases=(PushCase("4k", 16, 64, 5, 25), PushCase("128k", 256, 128, 2, 2)), rounds=2)
+QUICK = PeersBench(cases=(PushCase("4k", 16, 64, 25, 5), PushCase("128k", 256, 128, 2, 2)), rounds=2)
 
 
 def run(bench: PeersBench, note: Note) -> dict[str, Any]:
@@ -138,10 +139,6 @@ def _bare(stack: contextlib.ExitStack, case: PushCase) -> Timed:
 
     if case.num_ranks == 1:
         return stopwatch(lambda: one(socks[0]))
-    from functools import partial
-
-    from headwater.bench.measure import in_threads
-
     return lambda: in_threads([partial(one, sock) for sock in socks])
 
 
