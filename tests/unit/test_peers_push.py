@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from headwater.cli.receive import server_tls
 from headwater.errors import InvalidArgumentError, PeerRefusedError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
@@ -188,6 +193,24 @@ def test_two_servers_push_one_prompt_and_one_of_them_is_busy() -> None:
             first.noted(chunks, range(6))
             assert first.flush(names[0], 10.0) == 3 * CHUNK
         check_arrived(there, chunks)
+
+
+def test_ranks_of_two_servers_never_fill_one_chunk() -> None:
+    """Each has tiles that the other has not: together they would be a chunk of two prefills."""
+    with two_pools() as (one, other), receiving(other) as receiver:
+        here = open_space(one)
+        chunks = prompt(here, 3)
+        save(here, chunks, whole_shard(here.spec))
+        two = Topology(tp=2)
+        with sending(here, two, server=1) as (first, _), sending(here, two, server=2) as (_, second):
+            names = transfer_id(), transfer_id()
+            assert first.push(names[0], str(receiver.address), chunks)
+            assert first.flush(names[0], 10.0) == 3 * CHUNK
+            assert second.push(names[1], str(receiver.address), chunks)
+            second.flush(names[1], 10.0)
+            assert receiver.landing.counts["chunks_busy"] == 3
+            assert second.counts["chunks_sent"] == 0
+            assert receiver.landing.counts["chunks_stored"] == 0
 
 
 def test_a_full_pool_refuses_and_nothing_waits() -> None:
@@ -536,6 +559,33 @@ def test_bad_arguments_are_said() -> None:
         here = open_space(pool, gqa(layers=6, heads=1, dim=8))
         with pytest.raises(InvalidArgumentError, match="context parallelism"):
             PeerSender(here, Topology(tp=2, dcp=2).shard(here.spec))
+        with sending(here) as (sender,):
+            strange = [chunk._replace(root=b"r" * 32) for chunk in prompt(here, 2)]
+            with pytest.raises(InvalidArgumentError, match=r"Space\.root"):
+                sender.push(transfer_id(), "127.0.0.1:1", strange)
         for bad in ("", "xyz", "00" * 17):
             with pytest.raises(InvalidArgumentError, match="id of a transfer"):
                 transfer_name(bad)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
+def test_a_push_over_tls_and_none_without(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=localhost"]
+    made += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.create_default_context(cafile=str(cert))
+    with two_pools() as (one, other), receiving(other, tls=server_tls(str(cert), str(key), None)) as receiver:
+        here, there = open_space(one), open_space(other)
+        chunks = prompt(here, 5, tail=7)
+        save(here, chunks, whole_shard(here.spec))
+        transfer = transfer_id()
+        with sending(here, tls=context) as (sender,), sending(here, server=78, io_s=0.5) as (plain,):
+            assert plain.push(transfer, str(receiver.address), chunks)
+            assert plain.flush(transfer, 10.0) == 0
+            assert sender.push(transfer, str(receiver.address), chunks)
+            assert sender.flush(transfer, 10.0) == 5 * CHUNK + 7
+        check_arrived(there, chunks)
+        nothing_pending(other)
+        assert receiver.counts["welcomed"] == 1

@@ -253,8 +253,7 @@ class Link:
         self._number += 1
         batch.number = self._number
         batch.num_tries += 1
-        root = self._space.describe(batch.chunks[0].root)
-        put = Put(batch.number, batch.transfer.name, batch.chunks, self._shard, root)
+        put = Put(batch.number, batch.transfer.name, batch.chunks, self._shard, batch.root_payload)
 
         def answered(body: bytes) -> None:
             if len(body) != len(batch.chunks) or max(body) > max(Status):
