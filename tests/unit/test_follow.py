@@ -202,6 +202,21 @@ def test_a_first_tier_that_is_not_mapped_is_waited_for_until_all_is_there(tmp_pa
         engine.side.finish("request", 0, [])
 
 
+def test_a_tail_of_another_prompt_does_not_hide_what_is_announced(tmp_path: Path) -> None:
+    with empty(tmp_path) as (space, chunks), engine_of(space) as engine:
+        fill(space, chunks[:1])
+        fill(space, [space.keys(TOKENS[: CHUNK + 7]).tail_ref(1, 7)])
+        engine.add(transfer=transfer())
+        assert engine.side.match("request", 0) is None
+        fill(space, chunks[1:2], 0, 1)
+        assert engine.plan() == LoadPlan(len(TOKENS) - 1, "async")
+        engine.load()
+        fill(space, chunks[1:2], 1)
+        fill(space, chunks[2:])
+        assert engine.ended().num_tokens == len(TOKENS)
+        assert engine.has(chunks)
+
+
 @pytest.mark.parametrize("mode", ["async", "layerwise", "blocking"])
 def test_what_is_there_already_is_loaded_as_ever(mode: str, tmp_path: Path) -> None:
     with empty(tmp_path) as (space, chunks), engine_of(space, mode=mode) as engine:

@@ -45,7 +45,7 @@ class Commands:
         logprobs: int | None = None,
         transfer: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Greedy continuations of some prompts, all at once, and how long they took. `transfer`: their
+        """Greedy continuations of some prompts, all at once, and how long they took. `transfer`: the requests'
         `kv_transfer_params`."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest

@@ -139,7 +139,8 @@ class Finder:
             return False
         if len(match.chunks) > expected.num_first:
             return True
-        chunk = next((c for c in expected.chunks if c.first_token >= match.num_tokens), None)
+        # The match may end with a tail of another prompt, inside the chunk that is to come.
+        chunk = next((c for c in expected.chunks if c.first_token + c.num_tokens > match.num_tokens), None)
         if chunk is None:
             return False
         return self._asker.ask(lambda: space.arrived([chunk], whole_shard(space.spec))[0].is_announced, False)
@@ -151,6 +152,8 @@ class Finder:
         if not self._is_announced(tracked, match, expected):
             self._held[tracked.request_id] = tracked
             return None
+        keys = {chunk.key for chunk in expected.chunks}
+        here = tuple(chunk for chunk in here if chunk.key in keys)
         if here and tracked.ticket is None and not self._fetch(tracked, here):  # some of it may be in a lower tier
             return None
         self._held.pop(tracked.request_id, None)

@@ -23,8 +23,8 @@ from headwater.connector.push_desk import OnPushed, PushDesk
 from headwater.connector.staging import ring_bytes
 from headwater.connector.stats import TRANSFER_BUCKETS_S, Durations, Times, TransferStats
 from headwater.kv.topology import Shard
+from headwater.peers.caller import LinkSettings
 from headwater.peers.hello import read_secret
-from headwater.peers.link import LinkSettings
 from headwater.peers.sender import PeerSender
 from headwater.pool.space import Space
 from headwater.stores.base import Status

@@ -122,11 +122,15 @@ class Follower:
     def add(self, follow: Follow) -> None:
         """Follow these chunks from now on."""
         with self._changed:
-            self._follows.append(follow)
-            if self._thread is None:
+            is_closing = self._is_closing
+            if not is_closing:
+                self._follows.append(follow)
+            if self._thread is None and not is_closing:
                 self._thread = threading.Thread(target=self._run, name="headwater-follow", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+        if is_closing:
+            self._finish(follow, 0)
 
     def cancel(self, name: str) -> None:
         """Stop following as soon as possible; the end still comes."""
@@ -207,9 +211,11 @@ class Follower:
                 return self._load_more(follow, now)
             if follow.segments:
                 return False
-        self._finish(follow, follow.num_placed(len(self._shard.layers)))
-        with self._changed:  # last: until then it can be cancelled
-            self._follows.remove(follow)
+        try:
+            self._finish(follow, follow.num_placed(len(self._shard.layers)))
+        finally:
+            with self._changed:  # last: until then it can be cancelled
+                self._follows.remove(follow)
         return True
 
     def _load_more(self, follow: Follow, now: float) -> bool:
