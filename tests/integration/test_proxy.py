@@ -25,8 +25,8 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 
 import httpx
-from fake_upstream import Asked, Behaviour, Exchange, FakeUpstream, answers
-from proxy_process import ProxyProcess, chat_body
+from fake_upstream import Asked, Behaviour, Exchange, answers
+from proxy_process import chat_body
 
 from support import wait_until
 

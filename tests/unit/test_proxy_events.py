@@ -104,8 +104,11 @@ def test_the_index_follows_a_pool(scheme: str, tmp_path: Path) -> None:
             space = pool.space(identity(), SPEC, chunk_tokens=8)
             router = Router()
             one, two = servers(router, 2)
-            async with feeding(PoolSource(url), router, [one, two]):
-                write(space, PROMPT)  # the pool was empty, so this also tells how its chunks are named
+            source = PoolSource(url)
+            async with feeding(source, router, [one, two]):
+                await until(lambda: source._listed_s > 0)
+                assert source.scheme is None, "an empty pool does not say how its chunks are named"
+                write(space, PROMPT)
                 await until(lambda: cached(router, one, PROMPT) == 40)
                 assert cached(router, two, PROMPT) == 40, "both servers use this pool"
                 assert cached(router, one, [*PROMPT[:17], 9999, 9998]) == 16
