@@ -12,6 +12,7 @@ import random
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -24,9 +25,9 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 
 import httpx
-from fake_upstream import Asked, Behaviour, Exchange, FakeUpstream, answers
-from proxy_process import ProxyProcess, chat_body
+from fake_upstream import Asked, Behaviour, Exchange, answers
 
+from proxy_process import chat_body
 from support import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -134,14 +135,12 @@ def test_a_peer_is_learnt_from_health_and_without_one_nothing_is_pushed(upstream
     front.chat("hello")
     assert prefill.completions[0].params["push_to"] == "10.0.0.8:1"
     decode.peer = None
-    wait_until(lambda: "10.0.0.8" not in front.http.get("/metrics").text and _no_push(front, prefill), WAIT_S)
-    assert decode.completions[-1].params is None
 
+    def is_plain() -> bool:
+        front.chat("hello")
+        return decode.completions[-1].params is None
 
-def _no_push(front: ProxyProcess, prefill: FakeUpstream) -> bool:
-    before = len(prefill.completions)
-    front.chat("hello")
-    return len(prefill.completions) == before
+    wait_until(is_plain, WAIT_S)
 
 
 def test_clients_cannot_say_where_kv_is_sent_to(upstream: Any, proxy: Any) -> None:
@@ -295,6 +294,29 @@ def test_a_wrong_request_is_not_sent_to_another_server(upstream: Any, proxy: Any
     assert len(one.completions) + len(two.completions) == 1
 
 
+def test_requests_that_fail_by_themselves_take_no_server_down(upstream: Any, proxy: Any) -> None:
+    """A request that breaks whichever server gets it: the others' conversations stay where they are."""
+
+    async def fragile(exchange: Exchange) -> None:
+        if "poison" in json.dumps(exchange.asked.body):
+            exchange.cut()
+        else:
+            await answers(exchange)
+
+    servers = [upstream(fragile) for _ in range(3)]
+    front = proxy("router", *(server.url for server in servers), "--health-interval", "100", "--max-attempts", "2")
+    text = "All work and no play. " * 400
+    front.chat(text)
+    for _ in range(6):
+        assert front.chat("poison").status_code == 503
+    poisoned = sum("poison" in json.dumps(asked.body) for server in servers for asked in server.completions)
+    assert poisoned <= 6 * 2 * 2, "two servers each, and a closed idle connection counts once more"
+    assert front.metric("headwater_proxy_server_up") == 3
+    before = front.metric("headwater_proxy_expected_cached_tokens_total")
+    front.chat(text + "And then?")
+    assert front.metric("headwater_proxy_expected_cached_tokens_total") > before, "its home was forgotten"
+
+
 # ---- clients ----------------------------------------------------------------------------------------------------
 def ended_within(asked: Asked, since_s: float, limit_s: float) -> bool:
     return asked.was_cut and asked.ended_s is not None and asked.ended_s - since_s < limit_s
@@ -364,6 +386,24 @@ def _calm(stands_still: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def test_streams_hold_nothing_of_their_requests(upstream: Any, proxy: Any) -> None:
+    decode, prefill = upstream(partial(answers, num_events=100_000, delay_s=0.05), peer="h:1"), upstream()
+    front = proxy("proxy", "--decode", decode.url, "--prefill", prefill.url)
+    text = "All work and no play. " * 100_000
+    body = json.dumps(chat_body(text, stream=True)).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    before = front.rss_bytes()
+    with ExitStack() as stack:
+        for _ in range(24):
+            address = ("127.0.0.1", int(front.url.rpartition(":")[2]))
+            sock = stack.enter_context(socket.create_connection(address, timeout=WAIT_S))
+            sock.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            assert b"200" in sock.recv(100)
+        assert len(body) > 2 << 20
+        wait_until(lambda: front.rss_bytes() - before < 12 * len(body), WAIT_S)
+        assert front.metric("headwater_proxy_server_requests") == 24
 
 
 def test_a_hundred_mixed_streams_beside_servers_that_fail(upstream: Any, proxy: Any) -> None:

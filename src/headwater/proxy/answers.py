@@ -39,7 +39,8 @@ class CompletionAnswer(Response):
     def __init__(self, proxy: Proxy, call: CallBody, target: str, headers: Headers, room: BodyRoom) -> None:
         super().__init__()
         self._proxy = proxy
-        self._call = call
+        self._call: CallBody | None = call
+        self._streams = call.streams
         self._target = target
         self._request_headers = headers
         self._room = room
@@ -54,11 +55,13 @@ class CompletionAnswer(Response):
             self._room.release()
 
     async def _run(self, send: Send) -> None:
-        prompt = await self._proxy.keys_of(self._call)
+        call, self._call = self._call, None
+        assert call is not None
+        prompt = await self._proxy.keys_of(call)
         refusal: _Refusal | None = None
         tried: list[Server] = []
         reason = "there is none"
-        next_attempt = partial(self._proxy.attempt, self._call, prompt, self._target, self._request_headers)
+        next_attempt = partial(self._proxy.attempt, call, prompt, self._target, self._request_headers)
         while (attempt := next_attempt(tried)) is not None:
             tried.append(attempt.server)
             if len(tried) > 1:
@@ -72,6 +75,9 @@ class CompletionAnswer(Response):
                     reason = str(error)
                     continue
                 if attempt.status not in RETRIED:
+                    # Streams may go on for long: nothing of the request stays.
+                    del call, prompt, next_attempt
+                    attempt.forget_request(self._room.release)
                     await self._relay(attempt, send)
                     return
                 refusal = _Refusal(attempt.status, attempt.headers, attempt.body)
@@ -81,7 +87,6 @@ class CompletionAnswer(Response):
         await self._refuse(refusal, send)
 
     async def _relay(self, attempt: Attempt, send: Send) -> None:
-        self._room.release()
         self._proxy.metrics.first_byte_s.observe(time.monotonic() - self._arrived_s)
         headers = end_to_end(attempt.headers)
         if attempt.is_whole:
@@ -93,7 +98,7 @@ class CompletionAnswer(Response):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except UpstreamError as error:
             log.warning("an answer broke off: %s", error)
-            if not self._call.streams:
+            if not self._streams:
                 return  # incomplete, which ends the connection: half an answer must not look like one
             event = b"data: " + error_reply(RequestError(f"the answer broke off: {error}", code="no_server")).body
             await send({"type": "http.response.body", "body": event + b"\n\n", "more_body": False})

@@ -59,6 +59,7 @@ class Proxy:
         self.metrics = metrics
         self._tokenizer = tokenizer
         self._budget = BodyBudget(config.max_total_body_bytes)
+        self._replies = BodyBudget(config.max_total_body_bytes)
         # One thread: a tokenizer releases the interpreter but for a short while, and its calls must not overlap.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwater-proxy")
         self.num_requests = 0
@@ -92,7 +93,7 @@ class Proxy:
         choice = choose(prompt, servers)
         self.metrics.decision_s.observe(time.perf_counter() - started)
         ticket = self.router.send(prompt, choice)
-        attempt = Attempt(call, target, headers, choice, ticket, self.config, self.metrics)
+        attempt = Attempt(call, target, headers, choice, ticket, self.config, self.metrics, self._replies)
         if not tried:
             self.metrics.prompt_tokens.inc(choice.num_tokens)
             self.metrics.expected_tokens.inc(choice.cached_tokens)

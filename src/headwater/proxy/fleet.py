@@ -1,7 +1,8 @@
 """The servers behind a proxy: which of them answer, which are drained, and what they say of themselves.
 
-A server is down when it refuses connections or fails two checks in a row, and up again after one good check. A server
-that was down has probably lost its cache, so what was sent to it is forgotten.
+A server is down when it refuses connections or fails two checks in a row, and up again after one good check. A request
+that fails otherwise has it checked at once: the request itself may be the reason. A server that was down has probably
+lost its cache, so what was sent to it is forgotten.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any
 
@@ -19,6 +21,8 @@ from headwater.proxy.config import ProxyConfig, ServerSpec
 from headwater.proxy.upstream import Upstream, UpstreamError
 
 MAX_FAILURES = 2
+SUSPECT_S = 0.02
+"""Two checks of a server are at least so far apart."""
 MAX_HEALTH_BYTES = 1 << 16
 
 log = logging.getLogger("headwater.proxy")
@@ -46,6 +50,7 @@ class Server(Candidate):
         """Set while it is down."""
         self.on_return: Callable[[], None] = lambda: None
         self._num_failures = 0
+        self._is_suspect = asyncio.Event()
 
     @property
     def is_usable(self) -> bool:
@@ -53,9 +58,23 @@ class Server(Candidate):
         return self.is_up and not self.is_draining
 
     def note_failure(self, error: UpstreamError) -> None:
-        """A request or a check got no reply."""
+        """A request got no reply."""
+        if error.gone:
+            self._note_failed_check(error)
+        else:
+            self._is_suspect.set()
+
+    async def wait_suspect(self, limit_s: float) -> None:
+        """Wait for the time of the next check: at once if a request failed."""
+        await asyncio.sleep(min(limit_s, SUSPECT_S))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, limit_s - SUSPECT_S)):
+                await self._is_suspect.wait()
+        self._is_suspect.clear()
+
+    def _note_failed_check(self, error: UpstreamError) -> None:
         self._num_failures += 1
-        if self.is_up and (error.refused or self._num_failures >= MAX_FAILURES):
+        if self.is_up and (error.gone or self._num_failures >= MAX_FAILURES):
             log.warning("%s is down: %s", self.name, error)
             self.is_up = False
             self.went_down.set()
@@ -80,12 +99,12 @@ class Server(Candidate):
                 finally:
                     reply.close()
         except TimeoutError:
-            self.note_failure(UpstreamError(f"its health check took longer than {timeout_s:g} s"))
+            self._note_failed_check(UpstreamError(f"its health check took longer than {timeout_s:g} s"))
         except UpstreamError as error:
-            self.note_failure(error)
+            self._note_failed_check(error)
         else:
             if reply.status >= 500:
-                self.note_failure(UpstreamError(f"its health check has status {reply.status}"))
+                self._note_failed_check(UpstreamError(f"its health check has status {reply.status}"))
                 return
             self.note_success()
             if self.spec.peer is None:
@@ -141,7 +160,7 @@ class Fleet:
 
     async def _watch(self, server: Server) -> None:
         while True:
-            await asyncio.sleep(self._config.health_interval_s)
+            await server.wait_suspect(self._config.health_interval_s)
             server.upstream.prune()
             await server.check(self._config.health_timeout_s)
 

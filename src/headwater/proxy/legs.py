@@ -7,11 +7,13 @@ has come, so that until then another decode server can take its place.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from headwater.errors import RequestError
 from headwater.proxy.calls import CallBody
 from headwater.proxy.choice import Choice, Router, Ticket, without
 from headwater.proxy.config import ProxyConfig
@@ -20,6 +22,7 @@ from headwater.proxy.keys import PromptKeys
 from headwater.proxy.metrics import ProxyMetrics
 from headwater.proxy.upstream import Headers, Reply, UpstreamError
 from headwater.proxy.usage import EventFilter, cached_tokens, with_cached_tokens
+from headwater.serve.connections import BodyBudget
 
 RETRIED = frozenset({429, 500, 502, 503, 504})
 """Statuses after which another server may do better."""
@@ -29,6 +32,8 @@ MAX_PREFILL_ANSWER_BYTES = 1 << 20
 MAX_PREFILLS = 2
 """Prefill servers that are tried, one after the other, while decode waits."""
 _FIRST_ERROR = b'data: {"error"'
+
+log = logging.getLogger("headwater.proxy")
 
 
 class Attempt:
@@ -44,10 +49,13 @@ class Attempt:
         ticket: Ticket,
         config: ProxyConfig,
         metrics: ProxyMetrics,
+        replies: BodyBudget,
     ) -> None:
         assert isinstance(choice.server, Server)
         self.server = choice.server
-        self.call = call
+        self._call: CallBody | None = call
+        self._streams = call.streams
+        self._room = replies.room()
         self.status = 0
         self.headers: Headers = []
         self.body = b""
@@ -68,8 +76,17 @@ class Attempt:
         """Start the prefill leg, on the cheapest of the servers."""
         assert self.server.peer is not None
         self._transfer = secrets.token_hex(16)
-        body = self.call.for_prefill(self.server.peer, self._transfer)
+        assert self._call is not None
+        body = self._call.for_prefill(self.server.peer, self._transfer)
         self._prefilling = asyncio.create_task(self._prefill(router, prompt, servers, body))
+
+    def forget_request(self, then: Callable[[], None]) -> None:
+        """An answer has begun: the request is not needed again. `then` is called once no leg holds it any more."""
+        self._call = None
+        if self._prefilling is None or self._prefilling.done():
+            then()
+        else:
+            self._prefilling.add_done_callback(lambda task: then())
 
     async def begin(self) -> None:
         """Wait for the first byte. Raises UpstreamError where none comes, or the server is found to be down."""
@@ -105,7 +122,7 @@ class Attempt:
     async def pieces(self) -> AsyncIterator[bytes]:
         """The answer as it comes, with the larger count of cached tokens. Raises UpstreamError where it breaks off."""
         assert self._reply is not None
-        events = EventFilter() if self.call.streams and self._transfer is not None else None
+        events = EventFilter() if self._streams and self._transfer is not None else None
         piece = self.body
         while piece:
             if events is not None:
@@ -130,10 +147,11 @@ class Attempt:
             raise
 
     async def _first(self) -> None:
-        body = self.call.for_decode(self._transfer, self._config.wait_s)
+        assert self._call is not None
+        body = self._call.for_decode(self._transfer, self._config.wait_s)
         reply = self._reply = await self.server.upstream.request("POST", self._target, self._request_headers, body)
         self.status, self.headers = reply.status, reply.headers
-        if reply.status == 200 and self.call.streams:
+        if reply.status == 200 and self._streams:
             await self._first_event(reply)
         else:
             await self._whole(reply)
@@ -153,12 +171,19 @@ class Attempt:
         body = bytearray()
         while piece := await reply.read():
             body += piece
-            if len(body) > MAX_WHOLE_BYTES:
+            if len(body) > MAX_WHOLE_BYTES or not self._has_room(len(body)):
                 self.body = bytes(body)
                 return
         self.body, self.is_whole = bytes(body), True
         if reply.status == 200 and not self.body.lstrip()[:1] == b"{":
             raise UpstreamError(f"{self.server.name} answered with what is no JSON object", heard=True)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        try:
+            self._room.grow(num_bytes)
+        except RequestError:
+            return False
+        return True
 
     async def _prefill(self, router: Router, prompt: PromptKeys, servers: Sequence[Server], body: bytes) -> None:
         tried: list[Server] = []
@@ -206,10 +231,13 @@ class Attempt:
     ) -> None:
         if self._reply is not None:
             self._reply.close()
+        self._room.release()
         self._ticket.end()
         if isinstance(value, asyncio.CancelledError | GeneratorExit):
             self._outcome = "cancelled"
         self._metrics.legs.labels(self.server.name, Role.DECODE.value, self._outcome).inc()
         if self._prefilling is not None:
             self._prefilling.cancel()
-            await asyncio.gather(self._prefilling, return_exceptions=True)
+            (result,) = await asyncio.gather(self._prefilling, return_exceptions=True)
+            if isinstance(result, Exception):
+                log.error("a prefill leg failed: %r", result)

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from headwater.errors import HeadwaterError, StoreError
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
-from headwater.pool.pool import Pool, open_pool
+from headwater.pool.pool import Pool
 from headwater.pool.space import Space
 from headwater.proxy.follow import SourceEvent, SourceKind
 from headwater.proxy.keys import Scheme, SpaceScheme
+from headwater.stores import open_urls
 from headwater.stores.config import find_pool
 from headwater.stores.embedded import store_directory
 from headwater.stores.events import Event, EventKind, Follower
@@ -52,7 +53,7 @@ class PoolSource:
         self._looked_s = self._listed_s = 0.0
 
     async def open(self) -> None:
-        self._pool = await asyncio.to_thread(open_pool, self._url, create=False)
+        self._pool = await asyncio.to_thread(_open_first_tier, self._url)
         self._follower = self._pool.follow()
         self._file = _file_of(self._url)
         self._looked_s = time.monotonic()
@@ -95,6 +96,12 @@ class PoolSource:
         self._space_scheme.space = None
 
 
+def _open_first_tier(url: str) -> Pool:
+    """The pool without its lower tiers, whose copying is not a router's business."""
+    config = find_pool(url)
+    return Pool(open_urls(config.urls[:1], None, create=False), tenant_secret=config.tenant_secret)
+
+
 class _Newest(NamedTuple):
     """What the chunk that was used last belongs to."""
 
@@ -120,8 +127,8 @@ def _scan(pool: Pool) -> tuple[set[bytes], _Newest | None]:
 
 
 def _event(event: Event) -> SourceEvent:
-    # A listing does not say in which tier a chunk is, so all tiers are one place: gone from one is gone, until the next
-    # listing. A router that expects too little loses little.
+    # Events of lower tiers count as if they were of the first: gone from one is gone, until the next listing. A router
+    # that expects too little loses little.
     return SourceEvent(_KINDS[event.kind], (event.key,) if event.key else ())
 
 

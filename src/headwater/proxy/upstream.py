@@ -26,19 +26,21 @@ IDLE_S = 3.0
 SEND_TIMEOUT_S = 30.0
 HOP_HEADERS = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade "
-    b"content-length host expect proxy-connection".split()
+    b"content-length host expect proxy-connection date".split()
 )
-"""Headers that concern one connection only."""
+"""Headers that concern one connection only, or that every server writes itself."""
 
 Headers = list[tuple[bytes, bytes]]
 
 
 class UpstreamError(Exception):
-    """A server gave no usable reply. `refused`: it took no connection; `heard`: a part of a reply had come."""
+    """A server gave no usable reply. `refused`: it took no connection; `gone`: nobody listens there; `heard`: a part of
+    a reply had come."""
 
-    def __init__(self, text: str, *, refused: bool = False, heard: bool = False) -> None:
+    def __init__(self, text: str, *, refused: bool = False, gone: bool = False, heard: bool = False) -> None:
         super().__init__(text)
         self.refused = refused
+        self.gone = gone
         self.heard = heard
 
 
@@ -114,7 +116,7 @@ class Upstream:
             text = f"{self.url} took no connection within {self._connect_timeout_s:g} s"
             raise UpstreamError(text, refused=True) from None
         except (OSError, ValueError) as error:
-            raise UpstreamError(f"{self.url} takes no connection: {error}", refused=True) from error
+            raise UpstreamError(f"{self.url} takes no connection: {error}", refused=True, gone=True) from error
         sock = writer.get_extra_info("socket")
         if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_TIMEOUT_S * 1000))
