@@ -19,11 +19,11 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 
-from proxy_process import ProxyProcess
 from roles_process import Serve, cached_of, complete, small_model, text_of
 
 from headwater.pool.pool import open_pool
 
+from proxy_process import ProxyProcess
 from support import temporary_url, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -23,7 +23,7 @@ from headwater.bench.vllm_engine import EngineProcess, engine
 
 from servers import free_port
 from support import WAIT_S
-from vllm_models import hit_tokens, random_tokens, settings_of, wait_for_metrics
+from vllm_models import hit_tokens, random_tokens, settings_of, wait_for_hits, wait_for_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
@@ -83,7 +83,9 @@ def test_two_ranks_push_to_one(qwen3: Path, pools: tuple[str, str], log_file: Pa
         assert found["external"] == hit_tokens(PROMPTS[0])
         told = prefill.ask("generate", prompts=PROMPTS[1:], max_tokens=1, transfer=push)["transfers"]
         assert [params["headwater"]["sent_tokens"] for params in told] == [256, 255]
-        metrics = wait_for_metrics(prefill, lambda now: now.get("headwater_pool_pushed_chunks", 0) >= 2 * 5)
+        wait_for_hits(pools[1], PROMPTS)
+        metrics = wait_for_metrics(prefill, lambda now: now.get("headwater_pool_pushed_chunks", 0) >= 5)
+        assert metrics["headwater_pool_pushed_bytes"] > 0
         assert not metrics.get("headwater_pool_dropped_pushes")
         assert decode.ask("reset")
         check_decode(decode, expected)
