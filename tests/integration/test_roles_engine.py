@@ -166,11 +166,11 @@ def test_decode_places_a_group_of_layers_before_the_next_is_sent(
     go_on, layers_sent = threading.Event(), list[range]()
     send = Link._send_layers
 
-    def held_back(link: Link, batch: object, wanted: object, layers: range) -> None:
+    def held_back(link: Link, batch: object, wanted: object, layers: range, *more: object) -> None:
         if layers.start:
             assert go_on.wait(WAIT_S)
         layers_sent.append(layers)
-        send(link, batch, wanted, layers)  # type: ignore[arg-type]
+        send(link, batch, wanted, layers, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Link, "_send_layers", held_back)
     (wanted,) = alone(model, [prompt])
