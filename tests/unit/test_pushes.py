@@ -160,6 +160,8 @@ def test_a_flush_finds_what_somebody_else_has_saved(rank: Rank) -> None:
     """Nobody notes it: another process of this host brings it into the pool, after the flush has begun."""
     rank.push()
     rank.desk.flush(FlushOrder("a", "0a", WAIT_S))
+    wait_until(lambda: rank.desk.stats()["connected"] == 1 and rank.pending_bytes(rank.other) > 0, WAIT_S)
+    wait_until(lambda: rank.receiver.stats().get("chunks_begun") == 3, WAIT_S)
     save(rank.space, rank.chunks, rank.shard)
     assert rank.ends.get(timeout=WAIT_S) == ("a", 3 * CHUNK)
 

@@ -46,6 +46,14 @@ def test_roles(role: str, more: dict[str, Any], saves: bool, loads: bool) -> Non
     assert (connector.saves, connector.loads) == (saves, loads)
 
 
+def test_a_receiver_needs_a_secret_where_other_hosts_reach_it() -> None:
+    assert read_options({"peer_listen": "127.0.0.1:7700"}, "kv_consumer").peer_listen == "127.0.0.1:7700"
+    given = {"peer_listen": "0.0.0.0:7700", "peer_secret_file": "/etc/headwater/peers"}
+    options = read_options(given, "kv_consumer")
+    assert options.peer_listen == "0.0.0.0:7700"
+    assert options.connector.peer_secret_file == "/etc/headwater/peers"
+
+
 def test_sizes_and_lists() -> None:
     options = read_options({"staging": "64MiB", "pool": ["shm:///a", "file:///b"], "load_deadline_s": 1}, "kv_both")
     assert options.connector.staging_bytes == 64 << 20
@@ -57,6 +65,10 @@ def test_sizes_and_lists() -> None:
     "extra",
     [
         {"pol": "shm:///a"},
+        {"peer_listen": "here"},
+        {"peer_listen": "0.0.0.0:7700"},
+        {"peer_listen": 7700},
+        {"peer_secret_file": True},
         {"pool": 3},
         {"pool": []},
         {"pool": [""]},

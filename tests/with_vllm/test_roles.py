@@ -110,3 +110,30 @@ def test_the_reference_engine_pushes_to_vllm(
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("@")]
         assert json.loads(line[1:]) == [700, 256, 255]
         check_decode(decode, expected)
+
+
+def test_beside_another_connector_in_multi_connector(
+    qwen3: Path, pools: tuple[str, str], log_file: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Prefill's MultiConnector has a second connector that writes each prompt to files, decode's one that reads
+    nothing. Both of prefill's do their work, and the parameters of each are its own."""
+    peer = f"127.0.0.1:{free_port()}"
+    ours = settings_of(qwen3, pools[0], role="kv_producer", extra={"load_failure_policy": "unchanged"})
+    theirs = settings_of(qwen3, pools[1], role="kv_consumer", extra={"peer_listen": peer})
+
+    def beside(settings: dict[str, Any], name: str) -> dict[str, Any]:
+        extra = {"shared_storage_path": str(tmp_path / name)}
+        example = {"kv_connector": "ExampleConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+        connectors = [settings["kv_transfer_config"], example]
+        multi = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        return {**settings, "kv_transfer_config": multi | {"kv_connector_extra_config": {"connectors": connectors}}}
+
+    with ExitStack() as stack:
+        decode = stack.enter_context(engine(log_file, beside(theirs, "decode")))
+        prefill = stack.enter_context(engine(log_file, beside(ours, "prefill")))
+        push = {"headwater": {"push_to": peer, "transfer": "07"}, "do_remote_decode": True}
+        told = prefill.ask("generate", prompts=PROMPTS, max_tokens=1, transfer=push)["transfers"]
+        assert [params["headwater"]["sent_tokens"] for params in told] == [700, 256, 255]
+        assert any((tmp_path / "prefill").rglob("*.safetensors")), "the other connector wrote nothing"
+        wait_for_hits(pools[1], PROMPTS)
+        check_decode(decode, expected)

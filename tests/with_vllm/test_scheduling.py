@@ -18,7 +18,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.orders import SaveOrder, StepOrders, StepReport
@@ -605,6 +605,47 @@ def test_parameters_that_say_nothing_cost_nothing(space: Space, params: Any) -> 
     side.add(request)
     assert side.match(request, 0) == (0, False)
     assert side.side.counts.stats().num_expected == 0
+
+
+# ---- KV that goes to another server -------------------------------------------------------------------------------
+
+PUSH = {"headwater": {"push_to": "127.0.0.1:7", "transfer": "0a"}, "do_remote_decode": True}
+
+
+def test_a_prompt_is_announced_with_its_steps_and_its_answer_says_so(space: Space) -> None:
+    side, request = make_side(space), expecting("a", 700, PUSH)
+    side.add(request)
+    assert side.match(request, 0) == (0, False), "what goes elsewhere is not waited for"
+    blocks = [*range(1, 50)]
+    orders = side.order(make_step(new=[(request, blocks)], scheduled={"a": 300}))
+    assert [[c.num_tokens for c in push.chunks] for push in orders.pushes] == [[256, 256]]
+    assert [push.peer for push in orders.pushes] == ["127.0.0.1:7"]
+    request.num_computed_tokens = 300
+    orders = side.order(make_step(scheduled={"a": 400}))
+    assert [[c.num_tokens for c in push.chunks] for push in orders.pushes] == [[188]]
+    request.num_computed_tokens = 700
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert side.finish(request, blocks) == {"headwater": {"transfer": "0a", "sent_tokens": 700}}
+    assert side.side.pushes.has_orders
+    ((name, transfer, deadline_s),) = side.order(make_step()).flushes
+    assert (name, transfer) == ("a", "0a")
+    assert deadline_s > 0
+    side.hear(StepReport(pushed={"a": (700,)}), set())
+
+
+def test_a_prompt_that_is_aborted_is_not_pushed_any_more(space: Space) -> None:
+    side, request = make_side(space), expecting("a", 700, PUSH)
+    side.add(request)
+    side.order(make_step(new=[(request, [*range(1, 50)])], scheduled={"a": 300}))
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert side.finish(request, []) == {"headwater": {"transfer": "0a", "sent_tokens": 0}}
+    assert [flush.deadline_s for flush in side.order(make_step()).flushes] == [0.0]
+
+
+def test_an_answer_without_a_push_says_nothing(space: Space) -> None:
+    side, request = make_side(space), expecting("a", 700, {"headwater": {"transfer": "0a"}})
+    side.add(request)
+    assert side.finish(request, []) is None
 
 
 # ---- vLLM's hooks -------------------------------------------------------------------------------------------------
