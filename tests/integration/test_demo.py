@@ -20,7 +20,7 @@ pytest.importorskip("msgspec")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from headwater.cli.demo import two_servers
+from headwater.cli.demo import prefill_decode, two_servers
 from headwater.cli.demo.live import LiveServer, Reply
 from headwater.errors import EngineError, InvalidArgumentError, ModelError
 
@@ -107,6 +107,22 @@ def test_the_second_server_finds_what_the_first_computed(pages: list[dict[str, f
         assert (
             page["headwater_store_stored_total"] >= page["headwater_store_chunks"] > 0 < page["headwater_store_members"]
         )
+    assert set(leftovers()) == before
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_the_decode_server_is_spared_what_the_prefill_server_computes() -> None:
+    before = set(leftovers())
+    notes: list[str] = []
+    outcome = prefill_decode.run_prefill_decode(None, 900, "cpu", notes.append)
+    assert outcome.correct
+    assert outcome.computed_alone > 768
+    assert outcome.computed_through < 256
+    assert outcome.as_dict()["correct"]
+    assert len(notes) == 3
+    text = io.StringIO()
+    prefill_decode.show_handover(outcome, Console(file=text, width=140))
+    assert f"was spared {outcome.computed_alone - outcome.computed_through:,} tokens" in text.getvalue()
     assert set(leftovers()) == before
 
 
