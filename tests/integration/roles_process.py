@@ -89,6 +89,10 @@ class Serve:
         (pid,) = [pid for pid in children(self.process.pid) if b"headwater.peers.process" in command_of(pid)]
         return pid
 
+    def num_files(self) -> int:
+        """Open files of the server, its engine, its ranks and its receiver."""
+        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in family(self.process.pid))
+
     def close(self) -> None:
         """Stop it, and wait until all its processes are gone."""
         left = [*children(self.process.pid)]
@@ -128,6 +132,11 @@ def children(pid: int) -> list[int]:
         ]
     except OSError:
         return []
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it has started, and these."""
+    return [pid, *(member for child in children(pid) for member in family(child))]
 
 
 def command_of(pid: int) -> bytes:

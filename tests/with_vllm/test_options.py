@@ -46,12 +46,16 @@ def test_roles(role: str, more: dict[str, Any], saves: bool, loads: bool) -> Non
     assert (connector.saves, connector.loads) == (saves, loads)
 
 
-def test_a_receiver_needs_a_secret_where_other_hosts_reach_it() -> None:
+def test_a_receiver_needs_a_secret_where_other_hosts_reach_it(tmp_path: Path) -> None:
+    secret = tmp_path / "peers"
     assert read_options({"peer_listen": "127.0.0.1:7700"}, "kv_consumer").peer_listen == "127.0.0.1:7700"
-    given = {"peer_listen": "0.0.0.0:7700", "peer_secret_file": "/etc/headwater/peers"}
+    given = {"peer_listen": "0.0.0.0:7700", "peer_secret_file": str(secret)}
+    with pytest.raises(HeadwaterError, match="cannot be read"):
+        read_options(given, "kv_consumer")
+    secret.write_text("a secret of all servers")
     options = read_options(given, "kv_consumer")
     assert options.peer_listen == "0.0.0.0:7700"
-    assert options.connector.peer_secret_file == "/etc/headwater/peers"
+    assert options.connector.peer_secret_file == str(secret)
 
 
 def test_sizes_and_lists() -> None:

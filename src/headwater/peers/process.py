@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, PeerError
 from headwater.peers.address import parse_address
 from headwater.peers.hello import read_secret
 from headwater.peers.receiver import Receiver, ReceiverSettings
@@ -101,12 +101,12 @@ class ReceiverChild:
         return None if self._process is None else self._process.pid
 
     def start(self, timeout_s: float = 60.0) -> None:
-        """Wait until it listens. Raises HeadwaterError, saying why, where it cannot."""
+        """Wait until it listens. Raises PeerError, saying why, where it cannot."""
         self._thread.start()
         self._first.wait(timeout_s)
         if not self.address:
             self.close()
-            raise HeadwaterError(f"no receiver: {self.stats.get('error', 'it did not begin to listen')}")
+            raise PeerError(f"no receiver: {self.stats.get('error', 'it did not begin to listen')}")
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End it, and wait for that. Idempotent."""

@@ -15,6 +15,7 @@ from headwater.errors import EngineConfigError, InvalidArgumentError
 from headwater.integrations.vllm.declined import LOGGER
 from headwater.kv.hashing import DEFAULT_CHUNK_TOKENS, check_chunk_tokens
 from headwater.peers.address import is_loopback, parse_address
+from headwater.peers.hello import read_secret
 from headwater.stores.url import DEFAULT_URL, parse_size
 
 log = logging.getLogger(LOGGER)
@@ -80,6 +81,8 @@ def read_options(extra: Mapping[str, Any], kv_role: str | None) -> Options:
     if kv_role not in ROLES:
         raise EngineConfigError(f"kv_role is {kv_role!r}; expected one of {', '.join(ROLES)}")
     connector = ConnectorConfig(role=ROLES[kv_role], **settings)
+    if connector.peer_secret_file is not None:
+        read_secret(connector.peer_secret_file)  # here and now: later it would only be missed
     if own.get("peer_listen") is not None:
         _check_peer(own["peer_listen"], connector.peer_secret_file)
     return Options(connector=connector, chunk_tokens=chunk_tokens, load_failure_policy=policy, **own)
