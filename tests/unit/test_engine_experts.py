@@ -15,6 +15,7 @@ from headwater.engine.config import EngineConfig  # noqa: E402
 from headwater.engine.engine import Engine  # noqa: E402
 from headwater.engine.params import SamplingParams  # noqa: E402
 from headwater.models import moe  # noqa: E402
+from headwater.serve.worker import create_engine  # noqa: E402
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
@@ -53,6 +54,20 @@ def test_rows_are_counted_for_each_sparse_layer(tmp_path: Path, monkeypatch: pyt
             chosen = torch.cat([ids.flatten() for ids in seen[layer::2]]).long()
             assert after[layer].tolist() == chosen.bincount(minlength=6).tolist()
         assert int(rows.sum()) == 0, "what was read changed afterwards"
+
+
+def test_the_engine_process_reports_them_by_layer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-30b-a3b"] | SMALL | EXPERTS))
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", dtype="float32", max_model_len=64)
+    running = create_engine(config, lambda done, total: None)
+    engine = running.engine
+    assert isinstance(engine, Engine)
+    with engine:
+        run(engine, "a", [1, 2, 3], 2)
+        rows, found = engine.expert_rows(), running.stats().expert_rows
+        assert rows is not None
+        assert found == {0: rows[0].tolist(), 2: rows[1].tolist()}
+        assert sum(found[2]) == 2 * 4
 
 
 def test_a_dense_model_has_none(tmp_path: Path) -> None:

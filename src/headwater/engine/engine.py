@@ -200,10 +200,11 @@ class Engine:
         """The pool now, and what rank 0 did with each of its tiers; None without a pool. Asks no server."""
         return self._executor.store_stats()
 
-    def expert_rows(self) -> Tensor | None:
+    def expert_rows(self, *, wait: bool = True) -> Tensor | None:
         """Rows that went to each expert of each sparse layer so far, int64 [sparse layers, experts] on the host; None
-        for a dense model. Waits for a copy of a few KiB, not for the steps under way."""
-        return self._executor.expert_rows()
+        for a dense model. Waits for a copy of a few KiB; without `wait` a GPU's are those of the last time that this
+        was asked, and nothing waits."""
+        return self._executor.expert_rows(wait=wait)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached KV that no request is using; returns how many pages that was."""

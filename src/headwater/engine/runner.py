@@ -19,6 +19,7 @@ from headwater.connector.worker import WorkerSide
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import Placement, rank_device
+from headwater.engine.expert_rows import ExpertCounter
 from headwater.engine.graphs import DecodeGraphs
 from headwater.engine.inputs import resolve_tokens, stage
 from headwater.engine.kvcache import create_kv_cache, kv_page_bytes
@@ -66,7 +67,6 @@ class Runner:
         self.attention = create_attention_backend(config.attention_backend, self.device)
         self.cache: PagedKVCache | None = None
         self._graphs: DecodeGraphs | None = None
-        self._reading: torch.cuda.Stream | None = None
         self.pool: WorkerSide | None = None
         """This rank's way to the pool, if there is one."""
         free_before = free_memory(self.device)
@@ -77,6 +77,9 @@ class Runner:
             device=self.device,
             max_len=config.max_model_len,
         )
+        rows = self.model.expert_rows
+        self.expert_rows = None if rows is None else ExpertCounter(rows)
+        """Rows of each expert, of a mixture of experts."""
         load_weights(self.model, checkpoint, progress)
         free_after = free_memory(self.device)
         self.report = MemoryReport(free_before, free_after, self._activation_peak())
@@ -93,8 +96,8 @@ class Runner:
         self.cache = self._create_cache(num_pages)
         if self.device.type == "cuda" and self._config.cuda_graphs:
             self._graphs = DecodeGraphs(self, self.cache, self._config.max_num_seqs, max_model_len)
-        if self.model.expert_rows is not None:
-            self.model.expert_rows.counts.zero_()  # nobody asked for what was run so far
+        if self.expert_rows is not None:
+            self.expert_rows.start()
 
     def connect(self, space: Space, config: ConnectorConfig, on_end: OnEnd) -> None:
         """Join this rank's cache to the pool. `on_end` is told of loads that end, from a thread of their own."""
@@ -148,29 +151,10 @@ class Runner:
         )
         plan = self.attention.plan(batch)
         context = StepContext(staged.positions, staged.slots, self.attention, plan, self.cache, hooks)
-        self.count_live(step.num_rows)
+        if self.expert_rows is not None:
+            self.expert_rows.expect(step.num_rows)
         hidden = self.model.forward(token_ids, context)
         return self.model.logits(hidden.index_select(0, staged.sample_rows))
-
-    def count_live(self, num_rows: int) -> None:
-        """The next run of the model has so many rows that are not padding. Does not wait."""
-        if self.model.expert_rows is not None:
-            self.model.expert_rows.live.fill_(num_rows)
-
-    def expert_rows(self) -> Tensor | None:
-        """Rows that went to each expert of each sparse layer so far, int64 [sparse layers, experts] on the host; None
-        for a dense model. Waits for a copy of its own, not for the steps under way, of which it may count a part."""
-        if self.model.expert_rows is None:
-            return None
-        counts = self.model.expert_rows.counts
-        if not counts.is_cuda:
-            return counts.clone()
-        if self._reading is None:
-            self._reading = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self._reading):
-            host = counts.to("cpu", non_blocking=True)
-        self._reading.synchronize()
-        return host
 
     def _create_cache(self, num_pages: int) -> PagedKVCache:
         return create_kv_cache(
