@@ -1,4 +1,4 @@
-"""Rows of experts on a real device: graphs that are padded count their real rows only, and reading waits for no step."""
+"""Rows of experts on a real device: padded graphs count their real rows only, and reading waits for no step."""
 
 import json
 
