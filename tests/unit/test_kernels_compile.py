@@ -82,8 +82,10 @@ def test_sorting_and_summing() -> None:
 @pytest.mark.parametrize("groups", [1, 8])
 def test_routing(groups: int) -> None:
     types = {"logits": WIDE, "bias": WIDE, "ids": INDEX, "weights": WIDE, "scaling": "fp32"}
+    types |= {"counts": LONG, "live": INDEX}
     grouped = {"GROUPS": groups, "BLOCK_GROUPS": groups, "KEPT": max(groups // 2, 1), "TOP2": groups > 1}
     rule = {"TOP_K": 8, "BLOCK_K": 8, "SOFTMAX": groups == 1, "BIAS": groups > 1, "RENORMALISE": True}
+    rule["COUNTED"] = True
     compile_kernel(route_triton._route_kernel, types, {"NUM_EXPERTS": 160, "BLOCK": 256} | grouped | rule, num_warps=1)
 
 

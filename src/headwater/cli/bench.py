@@ -51,23 +51,36 @@ def bench_engine(
     seconds: Annotated[float, typer.Option(help="Begin no further pair of CPU runs after this time.", min=1)] = 1200.0,
     cpu: Annotated[bool, typer.Option("--cpu/--no-cpu", help="Compare with transformers on the CPU.")] = True,
     gpu: Annotated[bool, typer.Option("--gpu/--no-gpu", help="Compare with the limits of the GPU, if any.")] = True,
+    only: Annotated[
+        str | None, typer.Option(help="GPU figures to measure, with commas between them; nothing on the CPU then.")
+    ] = None,
+    model_shape: Annotated[
+        str | None,
+        typer.Option(help="Only whole steps on the GPU, with random weights of this model's shape, e.g. mixtral-8x7b."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
 ) -> None:
-    """Serve many requests and a long prompt next to transformers, and measure steps against the GPU's own limits."""
+    """Serve many requests and a long prompt next to transformers, and measure steps and kernels against the GPU's own
+    limits and against torch's."""
     from headwater.cli.output import print_json
+    from headwater.errors import InvalidArgumentError
 
     with needs_extra("engine"):
         from headwater.bench import engine
 
     plan = replace(engine.QUICK if quick else engine.EngineBench(), model=model)
-    report = engine.run(
-        replace(
+    cpu = cpu and only is None and model_shape is None
+    try:
+        chosen = replace(
             plan,
             cpu=replace(plan.cpu, seconds=seconds) if cpu and plan.cpu is not None else None,
             gpu=plan.gpu if gpu else None,
-        ),
-        _note,
-    )
+            only=None if only is None else frozenset(name.strip() for name in only.split(",")),
+            model_shape=model_shape,
+        )
+    except InvalidArgumentError as error:
+        raise typer.BadParameter(str(error)) from None
+    report = engine.run(chosen, _note)
     if as_json:
         print_json(_rounded(report))
     else:
@@ -207,6 +220,15 @@ _ENGINE_ROWS = (
     ("GPU, decoding at batch 1, ms a step", "decode_b1_ms"),
     ("GPU, decoding at batch 64, ms a step", "decode_b64_ms"),
     ("GPU, prompt, ms", "gpu_prefill_ms"),
+    ("GPU, experts, decoding at batch 1, ms a step", "moe_decode_b1_ms"),
+    ("GPU, experts, decoding at batch 64, ms a step", "moe_decode_b64_ms"),
+    ("GPU, experts, prompt, ms", "moe_gpu_prefill_ms"),
+    ("GPU, grouped products of a prompt, ms", "grouped_ms"),
+    ("GPU, a layer's experts, 64 rows, µs", "moe_decode_layer_us"),
+    ("GPU, latent attention, 16 heads, µs", "mla_decode_16_us"),
+    ("GPU, latent attention, 128 heads, µs", "mla_decode_128_us"),
+    ("GPU, MLA's KV saved, GB/s", "mla_save_gbps"),
+    ("GPU, MLA's KV loaded, GB/s", "mla_load_gbps"),
     ("  its copies, GB/s", "gpu_copy_gbps"),
     ("  its bf16 products, TFLOP/s", "gpu_matmul_tflops"),
 )
@@ -219,8 +241,8 @@ def _print_engine(report: dict[str, Any]) -> None:
     for title, name in _ENGINE_ROWS:
         if report.get(name) is not None:
             speeds.add_row(title.format_map(report), f"{report[name]:.4g}")
-    for name in ("transformers_reason", "transformers_continuous_reason", "gpu_reason"):
-        if report.get(name):
+    for name in report:
+        if name.endswith("_reason") and report[name]:
             speeds.add_row(f"{name.removesuffix('_reason')}: {report[name]}", "")
     _print_tables(report, speeds)
 

@@ -68,6 +68,8 @@ class DecodeGraphs:
         self._slots[:size].copy_(staged.slots)
         self._kv_lens[:size].copy_(staged.kv_lens)
         self._page_table[:size, : padded.page_table.shape[1]].copy_(staged.page_table)
+        if self._runner.expert_rows is not None:
+            self._runner.expert_rows.expect(used)
         self._graphs[size].replay()
         logits = self._logits[size][:used]
         return logits if len(step.sample_rows) == used else logits.index_select(0, staged.sample_rows)

@@ -19,6 +19,7 @@ from headwater.connector.worker import WorkerSide
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import Placement, rank_device
+from headwater.engine.expert_rows import ExpertCounter
 from headwater.engine.graphs import DecodeGraphs
 from headwater.engine.inputs import resolve_tokens, stage
 from headwater.engine.kvcache import create_kv_cache, kv_page_bytes
@@ -76,6 +77,9 @@ class Runner:
             device=self.device,
             max_len=config.max_model_len,
         )
+        rows = self.model.expert_rows
+        self.expert_rows = None if rows is None else ExpertCounter(rows)
+        """Rows of each expert, of a mixture of experts."""
         load_weights(self.model, checkpoint, progress)
         free_after = free_memory(self.device)
         self.report = MemoryReport(free_before, free_after, self._activation_peak())
@@ -92,6 +96,8 @@ class Runner:
         self.cache = self._create_cache(num_pages)
         if self.device.type == "cuda" and self._config.cuda_graphs:
             self._graphs = DecodeGraphs(self, self.cache, self._config.max_num_seqs, max_model_len)
+        if self.expert_rows is not None:
+            self.expert_rows.start()
 
     def connect(self, space: Space, config: ConnectorConfig, on_end: OnEnd) -> None:
         """Join this rank's cache to the pool. `on_end` is told of loads that end, from a thread of their own."""
@@ -145,6 +151,8 @@ class Runner:
         )
         plan = self.attention.plan(batch)
         context = StepContext(staged.positions, staged.slots, self.attention, plan, self.cache, hooks)
+        if self.expert_rows is not None:
+            self.expert_rows.expect(step.num_rows)
         hidden = self.model.forward(token_ids, context)
         return self.model.logits(hidden.index_select(0, staged.sample_rows))
 

@@ -62,6 +62,14 @@ ENGINE_METRICS = (
     ),
     _engine("engine_steps_total", "counter", "num_steps", "Steps of the engine."),
 )
+EXPERT_ROWS = Metric(
+    "headwater_expert_rows_total",
+    "counter",
+    "Tokens that went to each expert of each sparse layer; nothing for a dense model.",
+    Source.ENGINE,
+    "expert_rows",
+    labels=("layer", "expert"),
+)
 HTTP_REQUESTS = _server(
     "http_requests_total",
     "HTTP requests. Status 499: the client left before an answer.",
@@ -148,6 +156,7 @@ class _Snapshot(Collector):
         stats = self._stats()
         for metric in ENGINE_METRICS:
             yield _family(metric, {"": getattr(stats, metric.field)})
+        yield _expert_rows(stats.expert_rows)
         for metric in POOL_METRICS:
             if metric.kind == "histogram":
                 yield _histogram(metric, stats.pool_times.get(metric.name, Distribution()))
@@ -161,6 +170,14 @@ def _family(metric: Metric, series: dict[str, float]) -> Family:
     family = make(metric.name, metric.help, labels=metric.labels)
     for tier, value in series.items():
         family.add_metric([tier] if metric.labels else [], value)
+    return family
+
+
+def _expert_rows(found: dict[int, list[int]]) -> Family:
+    family = CounterMetricFamily(EXPERT_ROWS.name, EXPERT_ROWS.help, labels=EXPERT_ROWS.labels)
+    for layer, counts in found.items():
+        for expert, count in enumerate(counts):
+            family.add_metric([str(layer), str(expert)], count)
     return family
 
 
