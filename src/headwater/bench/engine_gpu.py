@@ -69,14 +69,14 @@ class GpuBench:
 
 def step_bytes(config: ModelConfig, batch_size: int, context: float, itemsize: int) -> float:
     """Bytes that one step of decoding has to read: all weights but the embedding table, and the KV of the context."""
-    shape = config.attention
+    shape = config.gqa
     kv = 2 * config.num_layers * shape.num_kv_heads * shape.head_dim * context * batch_size
     return (layer_params(config) + _head_params(config) + kv) * itemsize
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
     """Arithmetic of one prompt: the layers for every token, causal attention, the output matrix for the last token."""
-    shape = config.attention
+    shape = config.gqa
     attention = 4 * config.num_layers * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1) / 2
     return 2 * layer_params(config) * num_tokens + attention + 2 * _head_params(config)
 
