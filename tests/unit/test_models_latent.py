@@ -20,7 +20,7 @@ from headwater.errors import ModelError
 from headwater.kernels.attention import create_attention_backend
 from headwater.kernels.attention.base import AttentionBatch
 from headwater.kernels.rope import rope_and_store
-from headwater.kv.identity import canonical_rope, canonical_settings
+from headwater.kv.identity import canonical_settings
 from headwater.models import latent
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.checkpoint.dummy import tensor_shapes
@@ -362,6 +362,8 @@ def test_a_config_is_the_same_after_a_journey_as_json(name: str) -> None:
         ("dsv2 greedy, no q_lora", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; expected softmax"),
         ("dsv2 greedy, no q_lora", {"rms_norm_eps": 1e-5}, "does not know rms_norm_eps"),
         ("dsv3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; expected sigmoid"),
+        ("dsv3", {"topk_method": "noaux_tc"}, "vLLM takes the softmax without it"),
+        ("dsv3", {"rope_parameters": YARN | {"truncate": False}}, "truncate is False; expected true"),
         ("dsv3", {"attention_bias": True}, "does not know attention_bias"),
         ("dsv3", {"rope_interleave": False}, "does not know rope_interleave"),
         ("dsv3", {"moe_layer_freq": 2}, "does not know moe_layer_freq"),
@@ -385,6 +387,14 @@ def test_a_config_is_the_same_after_a_journey_as_json(name: str) -> None:
 def test_what_cannot_be_run_alike_is_refused(name: str, changes: dict[str, Any], what: str) -> None:
     with pytest.raises(ModelError, match=what):
         config_from_hf(hf_config(name, **changes))
+
+
+def test_keys_of_published_checkpoints_are_known() -> None:
+    """Beside those of transformers: where code lies that nobody runs, training, how experts were spread."""
+    plain = config_from_hf(hf_config("dsv3"))
+    more = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "ep_size": 1, "moe_layer_freq": 1}
+    more |= {"aux_loss_alpha": 0.001, "seq_aux": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    assert config_from_hf(hf_config("dsv3", **more, num_nextn_predict_layers=1)).settings == plain.settings
 
 
 @pytest.mark.parametrize("name", CASES)

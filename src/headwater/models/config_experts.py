@@ -106,6 +106,13 @@ def _noaux(fields: Fields) -> RoutingRule:
     )
 
 
+def _deepseek_v3(fields: Fields) -> RoutingRule:
+    """transformers writes neither of the two keys, and then vLLM cannot load the model."""
+    if "topk_method" in fields and "scoring_func" not in fields:
+        raise fields.wrong("scoring_func", "sigmoid: vLLM takes the softmax without it, and transformers never does")
+    return _noaux(fields)
+
+
 def _groups(fields: Fields) -> tuple[int, int]:
     """`topk_group` is the number of groups that are kept."""
     return fields.integer("n_group", 1, MAX_EXPERTS), fields.integer("topk_group", 1, MAX_EXPERTS)
@@ -160,7 +167,7 @@ EXPERTS: dict[str, ExpertKeys] = {
     "olmoe": ExpertKeys(_softmax, size="intermediate_size"),
     "glm4_moe": ExpertKeys(_noaux, _after_first(1), shared_size=_shared_size, biased=True),
     "deepseek_v2": ExpertKeys(_greedy, _after_first(0), shared_size=_shared_size),
-    "deepseek_v3": ExpertKeys(_noaux, _after_first(3), shared_size=_shared_size, biased=True),
+    "deepseek_v3": ExpertKeys(_deepseek_v3, _after_first(3), shared_size=_shared_size, biased=True),
     "glm4_moe_lite": ExpertKeys(_noaux, _typed, shared_size=_shared_size, biased=True),
 }
 """Families with experts."""

@@ -117,8 +117,8 @@ def _mla(fields: Fields, family: Family, num_heads: int) -> MLAConfig:
 
 
 def _score_factor(fields: Fields) -> float:
-    """Of latent attention with YaRN. vLLM takes every other type for YaRN, overlooks `attention_factor`, and reads one
-    mscale without the other differently from transformers: such configs are refused."""
+    """Of latent attention with YaRN. vLLM takes every other type for YaRN, overlooks `attention_factor` and `truncate`,
+    and reads one mscale without the other differently from transformers: such configs are refused."""
     rope = fields.section("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     if kind == "default":
@@ -127,6 +127,8 @@ def _score_factor(fields: Fields) -> float:
         raise rope.wrong("rope_type", "default or yarn: engines read other types of latent attention differently")
     if "attention_factor" in rope:
         raise rope.wrong("attention_factor", "none: engines read it differently for latent attention")
+    if not rope.flag("truncate", True):
+        raise rope.wrong("truncate", "true: engines read it differently for latent attention")
     mscale, all_dim = (rope.number(name, 0.0, 100.0, default=0.0) for name in ("mscale", "mscale_all_dim"))
     if bool(mscale) != bool(all_dim) or ("mscale" in rope) != ("mscale_all_dim" in rope):
         raise rope.wrong("mscale_all_dim", "a number above 0 beside mscale, or neither of the two")

@@ -28,8 +28,9 @@ _QWEN_EXPERTS = (
 _LATENT = (
     "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim num_experts_per_tok "
     "moe_intermediate_size n_shared_experts routed_scaling_factor n_group topk_group norm_topk_prob "
-    "first_k_dense_replace topk_method scoring_func"
+    "first_k_dense_replace topk_method scoring_func auto_map"
 )
+# `auto_map` names code of the authors, which this engine never runs; where vLLM may, it names that code.
 _DRAFTS = "num_nextn_predict_layers num_mtp_layers"
 
 INTERPRETED: dict[str, frozenset[str]] = {
