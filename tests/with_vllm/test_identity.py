@@ -67,6 +67,16 @@ def test_it_is_the_reference_engines_with_experts(family: str, tmp_path: Path) -
     assert identity(config_of(other)) == engine_identity(open_checkpoint(other), "float32", "auto").digest != name
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_workers_name_a_model_as_the_scheduler_does_though_they_rename_its_rope(family: str, tmp_path: Path) -> None:
+    config = config_of(save_experts(tmp_path / "model", family))
+    before = identity(config)
+    rope = config.model_config.hf_config.rope_parameters
+    assert rope["rope_type"] == "yarn"
+    rope["rope_type"] = "deepseek_yarn"  # as vLLM's class of latent attention does
+    assert identity(config) == before
+
+
 def online(**settings: Any) -> Any:
     from vllm.config.quantization import QuantizationConfigArgs
 
