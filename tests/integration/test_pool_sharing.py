@@ -149,8 +149,10 @@ def test_same_tokens_whoever_computed_the_prefix(row: Row, oracle: Oracle, pool_
 
 @pytest.mark.parametrize(
     ("family", "write_tp", "read_tp"),
-    [*((family, 1, 2) for family in EXPERT_SHAPES), ("mixtral", 2, 1), ("glm4_moe", 2, 1)]
-    + [("deepseek_v2", 2, 1), ("deepseek_v3", 2, 4), ("glm4_moe_lite", 4, 1)],
+    [
+        *((family, 1, 2) for family in EXPERT_SHAPES),
+        *(("mixtral", 2, 1), ("glm4_moe", 2, 1), ("deepseek_v2", 2, 1), ("deepseek_v3", 2, 4), ("glm4_moe_lite", 4, 1)),
+    ],
 )
 def test_experts_on_other_numbers_of_ranks_share(
     family: str, write_tp: int, read_tp: int, expert_oracle: ExpertOracle, pool_url: str
