@@ -99,5 +99,5 @@ class DecodeGraphs:
             self._page_size,
         )
         plan = runner.attention.plan(batch)
-        context = StepContext(self._positions[:size], self._slots[:size], runner.attention, plan, self._cache)
+        context = StepContext(self._positions[:size], self._slots[:size], runner.attention, batch, plan, self._cache)
         return runner.model.logits(runner.model.forward(self._token_ids[:size], context))

@@ -30,6 +30,7 @@ from headwater.kernels.attention.base import AttentionBatch
 from headwater.kernels.dtypes import TORCH_DTYPES
 from headwater.kv.topology import Topology
 from headwater.models.checkpoint import Checkpoint
+from headwater.models.config import MLAConfig
 from headwater.models.context import NO_HOOKS, StepContext
 from headwater.models.decoder import build_model
 from headwater.models.parallel import Ranks, TensorParallel
@@ -150,7 +151,7 @@ class Runner:
             self._config.page_size,
         )
         plan = self.attention.plan(batch)
-        context = StepContext(staged.positions, staged.slots, self.attention, plan, self.cache, hooks)
+        context = StepContext(staged.positions, staged.slots, self.attention, batch, plan, self.cache, hooks)
         if self.expert_rows is not None:
             self.expert_rows.expect(step.num_rows)
         hidden = self.model.forward(token_ids, context)
@@ -172,7 +173,10 @@ class Runner:
         rows, samples = self._config.max_batched_tokens, self._config.max_num_seqs
         measured = rows if self.device.type == "cuda" else min(rows, PROFILE_ROWS_CPU)
         self.cache = self._create_cache(1)
-        step = _worst_step(measured, self.model.max_len, self._config.page_size)
+        # A chunk of latent attention may gather all of its context; on a GPU, that of others stays in its pages.
+        gathers = self.device.type == "cuda" and isinstance(self.model.config.attention, MLAConfig)
+        context = self.model.max_len if gathers else 0
+        step = _worst_step(measured, self.model.max_len, self._config.page_size, context)
         hidden = torch.zeros(
             min(rows, samples), self.model.config.hidden_size, dtype=self.model.dtype, device=self.device
         )
@@ -188,17 +192,19 @@ class Runner:
         torch.stack([logits] * 3)
 
 
-def _worst_step(rows: int, max_len: int, page_size: int) -> StepInput:
-    """Prompts as long as may be, whose pages are all the same one: the shape counts, not the content."""
+def _worst_step(rows: int, max_len: int, page_size: int, context: int = 0) -> StepInput:
+    """Prompts as long as may be, whose pages are all the same one: the shape counts, not the content. The longest ends
+    a context of `context` tokens, if it is not longer itself."""
     lens = [max_len] * (rows // max_len) + [rows % max_len] * (rows % max_len > 0)
     lens.sort(key=lambda length: length > 1)
     positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lens])
+    kv_lens = [*lens[:-1], max(lens[-1], context)]
     return StepInput(
         token_ids=np.zeros(rows, dtype=np.int64),
         positions=positions,
         slots=positions % page_size,
         query_lens=np.array(lens, dtype=np.int32),
-        kv_lens=np.array(lens, dtype=np.int32),
-        page_table=np.zeros((len(lens), -(-max(lens) // page_size)), dtype=np.int32),
+        kv_lens=np.array(kv_lens, dtype=np.int32),
+        page_table=np.zeros((len(lens), -(-max(kv_lens) // page_size)), dtype=np.int32),
         sample_rows=np.array([rows - 1], dtype=np.int64),
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from headwater.models.attention import GroupedQueryAttention
 from headwater.models.config import ModelConfig
 from headwater.models.context import StepContext
+from headwater.models.latent import LatentAttention
 from headwater.models.layers import Placement, RMSNorm, Targets, VocabEmbedding, VocabHead
 from headwater.models.moe import count_rows, layer_mlp
 from headwater.models.parallel import ALONE, Ranks
@@ -63,6 +64,9 @@ PARTS: dict[str, Parts] = {
     "qwen3_moe": Parts(GroupedQueryAttention),
     "olmoe": Parts(GroupedQueryAttention),
     "glm4_moe": Parts(GroupedQueryAttention),
+    "deepseek_v2": Parts(LatentAttention),
+    "deepseek_v3": Parts(LatentAttention),
+    "glm4_moe_lite": Parts(LatentAttention),
 }
 
 

@@ -128,7 +128,7 @@ class GGUFCheckpoint:
             name, part = _hf_name(tensor.name)
             yield (
                 name,
-                GGUFHandle(self.path, name, tensor, self.config.attention.head_dim if part in reordered else None),
+                GGUFHandle(self.path, name, tensor, self.config.gqa.head_dim if part in reordered else None),
             )
 
     def load_tokenizer(self) -> Tokenizer:
