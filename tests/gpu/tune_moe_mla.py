@@ -81,8 +81,11 @@ LATENT = {
         TileConfig(64, 32, 8, 2),
         TileConfig(64, 64, 8, 1),
         TileConfig(64, 64, 8, 2),
-        TileConfig(64, 64, 4, 2),
-        TileConfig(128, 32, 8, 2),
+        TileConfig(64, 64, 8, 3),
+        TileConfig(64, 64, 16, 2),
+        TileConfig(64, 128, 8, 1),
+        TileConfig(128, 16, 8, 2),
+        TileConfig(128, 32, 16, 1),
     ],
 }
 
