@@ -17,6 +17,7 @@ from headwater.models.config import (
     MAX_VOCAB,
     MAX_WIDTH,
     DenseConfig,
+    Family,
     GQAConfig,
     ModelConfig,
     family_named,
@@ -62,7 +63,7 @@ _ONLY_AT: dict[str, tuple[object, ...]] = {
 }
 """Keys that change nothing at these values."""
 
-_UNREAD_EXPERTS = ("glm4moe", "deepseek", "deepseek2")
+_UNREAD_EXPERTS = ("deepseek", "deepseek2")
 """Architectures whose experts are not read from GGUF files."""
 
 
@@ -94,10 +95,11 @@ def config_from_gguf(
     if general.integer("split.count", 0, 1 << 16, default=0) > 1:
         raise general.wrong("split.count", "1: join the parts into one file (llama-gguf-split --merge)")
 
-    _check_keys(fields, prefix, EXPERT_KEYS if experts is not None else frozenset())
+    _check_keys(fields, prefix, EXPERT_KEYS | experts.keys if experts is not None else frozenset())
     hidden_size = fields.integer("embedding_length", 1, MAX_WIDTH)
     num_heads = _same_everywhere(fields, "attention.head_count", None)
     head_dim = _head_dim(fields, hidden_size, num_heads)
+    rope_dim = _rope_dim(fields, family, head_dim)
     max_len = fields.integer("context_length", 1, MAX_LENGTH)
     # Some files name the end of a turn apart from the end of a text; a chat ends with either.
     eos = {
@@ -106,7 +108,8 @@ def config_from_gguf(
         for token_id in general.integers(f"tokenizer.ggml.{name}", 0, MAX_VOCAB)
     }
     bos = general.integers("tokenizer.ggml.bos_token_id", 0, MAX_VOCAB)
-    num_layers = fields.integer("block_count", 1, MAX_LAYERS)
+    num_drafts = fields.integer("nextn_predict_layers", 0, MAX_LAYERS, default=0)
+    num_layers = fields.integer("block_count", 1 + num_drafts, MAX_LAYERS) - num_drafts
     sparse = None if experts is None else experts_from_gguf(fields, experts, num_layers, tensor_names)
     return ModelConfig(
         family=family.name,
@@ -119,7 +122,7 @@ def config_from_gguf(
             head_dim=head_dim,
             qkv_bias="blk.0.attn_q.bias" in tensor_names,
             output_bias="blk.0.attn_output.bias" in tensor_names,
-            qk_norm=bool(family.qk_norm),
+            qk_norm="blk.0.attn_q_norm.weight" in tensor_names if family.qk_norm is None else family.qk_norm,
             norms_whole_width=family.norms_whole_width,
         ),
         mlp=None
@@ -130,8 +133,9 @@ def config_from_gguf(
         ),
         sparse=sparse,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
-        rope=_rope(fields, head_dim, max_len, freq_factors),
+        rope=_rope(fields, rope_dim, max_len, freq_factors),
         tie_embeddings="output.weight" not in tensor_names,
+        num_draft_layers=num_drafts,
         max_position_embeddings=max_len,
         eos_token_ids=tuple(sorted(token_id for token_id in eos if token_id < vocab_size)),
         bos_token_id=bos[0] if bos and bos[0] < vocab_size else None,
@@ -174,9 +178,17 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     head_dim = fields.integer("attention.key_length", 1, MAX_WIDTH, default=max(1, hidden_size // num_heads))
     if fields.integer("attention.value_length", 1, MAX_WIDTH, default=head_dim) != head_dim:
         raise fields.wrong("attention.value_length", f"the width of the keys, {head_dim}")
-    if fields.integer("rope.dimension_count", 1, MAX_WIDTH, default=head_dim) != head_dim:
-        raise fields.wrong("rope.dimension_count", f"the whole head, {head_dim}: partial rotation is not supported")
     return head_dim
+
+
+def _rope_dim(fields: Fields, family: Family, head_dim: int) -> int:
+    """The width of a head that is rotated."""
+    found = fields.integer("rope.dimension_count", 1, MAX_WIDTH, default=head_dim)
+    if family.rotary_part == 1.0 and found != head_dim:
+        raise fields.wrong("rope.dimension_count", f"the whole head, {head_dim}: partial rotation is not supported")
+    if found > head_dim or found % 2:
+        raise fields.wrong("rope.dimension_count", f"an even part of heads of width {head_dim}")
+    return found
 
 
 def _rope(fields: Fields, head_dim: int, max_len: int, freq_factors: tuple[float, ...] | None) -> RopeConfig:

@@ -16,18 +16,25 @@ from headwater.models.config import ModelConfig
 from headwater.models.decoder import PARTS
 from headwater.models.moe import NAMES, ExpertNames
 
-_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_inp)(_exps|_shexp|)\.weight")
+_LAYER = re.compile(r"blk\.(\d+)\.")
+_TENSOR = re.compile(r"blk\.(\d+)\.(?:ffn_(gate|up|down|gate_inp)(_exps|_shexp|)\.weight|exp_probs_b\.bias)")
 
 
 def expert_tensors(tensor: GGUFTensor, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor]] | None:
     """What a tensor of a sparse layer becomes, by Hugging Face name; None if it is no tensor of experts. Raises
     ModelError for a stack of another number of experts."""
+    if config.sparse is None:
+        return None
+    if (layer := _LAYER.match(tensor.name)) is not None and int(layer[1]) >= config.num_layers:
+        return iter([(f"model.layers.{int(layer[1])}.{tensor.name[layer.end() :]}", tensor)])  # drafts only: not loaded
     found = _TENSOR.fullmatch(tensor.name)
-    if config.sparse is None or found is None or (found[2], found[3]) in _DENSE:
+    if found is None or (found[2], found[3]) in _DENSE:
         return None
     names = NAMES.get(config.family, ExpertNames())
     block = f"model.layers.{int(found[1])}.{PARTS[config.family].block}"
     match found[2], found[3]:
+        case None, _:
+            return iter([(f"{block}.gate.e_score_correction_bias", tensor)])
         case "gate_inp", "_shexp":  # one row, which the file may hold as a vector
             return iter([(f"{block}.{names.shared}_gate.weight", replace(tensor, shape=(1, tensor.shape[-1])))])
         case "gate_inp", _:
