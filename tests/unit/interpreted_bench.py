@@ -24,4 +24,5 @@ def test_every_figure_of_a_gpu_is_measured():
         "not judged: too small a run"
     }
     assert (report["moe_decode_b1_touched"], report["moe_decode_touched"]) == (4, 4)
+    assert report["moe_decode_one_row_bytes"] > 0
     assert report["mla_token_bytes"] == 2 * (32 + 16) * 4
