@@ -183,7 +183,7 @@ def _chunk(backend: AttentionBackend, batch: AttentionBatch, request: int, first
     num_pages = -(-kv_len // batch.page_size)
     alone = AttentionBatch(
         query_starts=_on(batch.kv_lens, [0, queries], torch.int32),
-        kv_lens=batch.kv_lens[request : request + 1],
+        kv_lens=_on(batch.kv_lens, [kv_len], torch.int32),  # a slice may lie at odd addresses: other kernels
         page_table=torch.arange(num_pages, dtype=torch.int32, device=batch.kv_lens.device).unsqueeze(0),
         query_lens_cpu=(queries,),
         kv_lens_cpu=(kv_len,),
