@@ -1,5 +1,5 @@
-"""`headwater generate` and `headwater serve` with a model of latent attention: the command, a server with two ranks, and
-another server that finds what the first one computed.
+"""`headwater generate` and `headwater serve` with a model of latent attention: the command, a server with two ranks,
+and another server that finds what the first one computed.
 """
 
 from __future__ import annotations
