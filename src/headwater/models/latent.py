@@ -100,8 +100,8 @@ class LatentAttention:
         shape = self._shape
         latent, rope = latents[chunk.pages].squeeze(2), ropes[chunk.pages]
         num_pages, page_size, _ = latent.shape
-        head_bytes = num_pages * page_size * (shape.qk_dim + shape.v_dim) * q.element_size()
-        step = max(EXPANDED_BYTES // head_bytes, 1)
+        width = shape.nope_dim + shape.v_dim + shape.qk_dim  # the product, and keys joined of it
+        step = max(EXPANDED_BYTES // (num_pages * page_size * width * q.element_size()), 1)
         kv_b = self.kv_b.unflatten(0, (self._num_heads, -1))
         for start in range(0, self._num_heads, step):
             heads = slice(start, start + step)
