@@ -100,8 +100,8 @@ class LatentAttention:
         shape = self._shape
         latent, rope = latents[chunk.pages].squeeze(2), ropes[chunk.pages]
         num_pages, page_size, _ = latent.shape
-        head_bytes = num_pages * page_size * (shape.qk_dim + shape.v_dim) * q.element_size()
-        step = max(EXPANDED_BYTES // head_bytes, 1)
+        width = shape.nope_dim + shape.v_dim + shape.qk_dim  # the product, and keys joined of it
+        step = max(EXPANDED_BYTES // (num_pages * page_size * width * q.element_size()), 1)
         kv_b = self.kv_b.unflatten(0, (self._num_heads, -1))
         for start in range(0, self._num_heads, step):
             heads = slice(start, start + step)
@@ -183,7 +183,7 @@ def _chunk(backend: AttentionBackend, batch: AttentionBatch, request: int, first
     num_pages = -(-kv_len // batch.page_size)
     alone = AttentionBatch(
         query_starts=_on(batch.kv_lens, [0, queries], torch.int32),
-        kv_lens=batch.kv_lens[request : request + 1],
+        kv_lens=_on(batch.kv_lens, [kv_len], torch.int32),  # a slice may lie at odd addresses: other kernels
         page_table=torch.arange(num_pages, dtype=torch.int32, device=batch.kv_lens.device).unsqueeze(0),
         query_lens_cpu=(queries,),
         kv_lens_cpu=(kv_len,),
