@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from headwater.connector.transfers import Transfer
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from headwater.errors import ModelError, RequestError
@@ -79,7 +80,13 @@ class FakeEngine:
         return bool(self._requests)
 
     def add(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str | None = None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        transfer: Transfer | None = None,
     ) -> None:
         if self._text(prompt) == "refuse":
             raise RequestError("refused, as asked", param="prompt", code="refused")

@@ -17,6 +17,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Pool, Space, open_pool
 from headwater.stores.base import Filling, Status
+from headwater.stores.embedded import reserver
 from headwater.stores.embedded.layout import MIN_CAPACITY
 from headwater.stores.tiers import fetch as fetching
 from headwater.stores.tiers.fetch import TierFetch
@@ -342,3 +343,17 @@ def test_a_forked_child_fetches_with_threads_of_its_own(tmp_path: Path) -> None:
                 os._exit(2)
         _, status = os.waitpid(pid, 0)
         assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_two_windows_that_do_not_fit_at_a_time_come_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "WINDOW_BYTES", 3 * EXTENT)
+    with two_tiers(tmp_path) as (pool, space, chunks):
+        # Room for one window and a third.
+        monkeypatch.setattr(reserver, "PENDING_SHARE", front_of(pool).data_bytes // (4 * EXTENT))
+        fetch = fetch_of(space, chunks)
+        assert fetch.wait(time.monotonic() + 30)
+        assert fetch.num_kept == len(chunks)
+        check(space, chunks)
+        fetch.release()

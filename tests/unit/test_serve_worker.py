@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("msgspec")
 
+from headwater.connector.transfers import Transfer
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams
 from headwater.errors import EngineError
 from headwater.serve.messages import Abort, Ready, Shutdown, Stats, Submit, encode
@@ -36,7 +37,15 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str | None) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None,
+        transfer: Transfer | None,
+    ) -> None:
         self.added.append(request_id)
         self._requests.append(request_id)
 

@@ -41,6 +41,7 @@ def file_space(tmp_path: Path) -> Iterator[Space]:
 def test_every_store_can_do_what_its_protocol_says() -> None:
     in_place = methods(MappedStore) - methods(Store)
     assert in_place == {
+        "arrived",
         "segment",
         "reserve",
         "places",

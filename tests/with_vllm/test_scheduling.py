@@ -559,6 +559,54 @@ def test_a_fetch_is_let_go_of(space: Space, fetch: FakeFetch, how: str) -> None:
     assert fetch.is_released
 
 
+# ---- KV that another server sends ---------------------------------------------------------------------------------
+
+
+def expecting(name: str, count: int, params: Any) -> Request:
+    """A request as vLLM's server makes it from a body with `kv_transfer_params`."""
+    extra = {"kv_transfer_params": params}
+    return Request(
+        request_id=name,
+        prompt_token_ids=[*range(1, count + 1)],
+        sampling_params=SamplingParams(max_tokens=100, extra_args=extra),
+        pooling_params=None,
+    )
+
+
+@pytest.mark.parametrize("mode", ["async", "layerwise", "blocking"])
+@pytest.mark.parametrize("num_came", [3, 1])
+def test_kv_that_is_expected_is_followed_outside_the_batch(space: Space, mode: str, num_came: int) -> None:
+    params = {"headwater": {"transfer": "7", "wait_s": 60.0, "start_s": 60.0}, "do_remote_decode": False}
+    side, request, blocks = make_side(space, mode), expecting("a", 700, params), [*range(100, 144)]
+    side.add(request)
+    assert side.match(request, 0) == (None, False)
+    begin = time.monotonic()
+    side.order(make_step())
+    assert time.monotonic() - begin >= IDLE_WAIT_S, "an engine with nothing to do spins"
+    chunk = space.keys([*range(1, 701)]).ref(0)
+    (reservation,) = space.reserve([chunk], SHARD)
+    assert side.match(request, 0) == (699, True)
+    side.allocated(request, blocks, 699)
+    (load,) = side.order(make_step()).loads
+    assert load.mode == "async"
+    assert load.wait is not None
+    assert 0 < load.wait.wait_s <= 60
+    assert [chunk.num_tokens for chunk in load.job.chunks] == [256, 256, 188]
+    side.hear(StepReport(ended={"a": (num_came,)}), set())
+    stats = side.side.counts.stats()
+    assert (stats.num_expected, stats.num_followed, stats.num_given_up) == (1, 1, int(num_came < 3))
+    assert side.match(request, 256 * num_came) == (0, False), "it is computed from here on"
+    reservation.close()
+
+
+@pytest.mark.parametrize("params", [None, {}, {"headwater": {"wait_s": "soon", "transfer": "7"}}, {"headwater": 7}])
+def test_parameters_that_say_nothing_cost_nothing(space: Space, params: Any) -> None:
+    side, request = make_side(space), expecting("a", 700, params)
+    side.add(request)
+    assert side.match(request, 0) == (0, False)
+    assert side.side.counts.stats().num_expected == 0
+
+
 # ---- vLLM's hooks -------------------------------------------------------------------------------------------------
 
 

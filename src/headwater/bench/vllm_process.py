@@ -43,13 +43,20 @@ class Commands:
         salt: str | None = None,
         lora: dict[str, Any] | None = None,
         logprobs: int | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Greedy continuations of some prompts, all at once, and how long they took."""
+        """Greedy continuations of some prompts, all at once, and how long they took. `transfer`: the requests'
+        `kv_transfer_params`."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
         params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True, prompt_logprobs=logprobs
+            temperature=0,
+            max_tokens=max_tokens,
+            detokenize=False,
+            ignore_eos=True,
+            prompt_logprobs=logprobs,
+            extra_args=None if transfer is None else {"kv_transfer_params": transfer},
         )
         given: list[Any] = [{"prompt_token_ids": tokens} | ({"cache_salt": salt} if salt else {}) for tokens in prompts]
         request = LoRARequest(**lora) if lora else None

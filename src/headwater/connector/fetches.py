@@ -141,9 +141,3 @@ class Fetches:
         """Those that are neither done nor late, nor near."""
         open_ = [shared for shared in self._open if not shared.fetch.is_done and not shared.is_late]
         return sum([not self.is_near(shared) for shared in open_])
-
-    def wait(self, timeout_s: float) -> None:
-        """Until one of those under way is over, or a moment has passed; at once where none is under way."""
-        num_waiting, deadline = self.num_waiting, time.monotonic() + timeout_s
-        while num_waiting and self.num_waiting == num_waiting and time.monotonic() < deadline:
-            time.sleep(POLL_S)

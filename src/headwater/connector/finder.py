@@ -6,15 +6,19 @@ no blocks, and the engine is told to ask again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from headwater.connector.asker import Asker
 from headwater.connector.config import AUTO, ConnectorConfig
-from headwater.connector.fetches import Fetches
+from headwater.connector.fetches import POLL_S, Fetches
 from headwater.connector.orders import ASYNC
+from headwater.connector.stats import SchedulerCounts
 from headwater.connector.tracker import Tracked
+from headwater.connector.transfers import Expected, Transfer
 from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import whole_shard
 from headwater.pool.match import Match
 from headwater.pool.wait import Wait
 
@@ -37,13 +41,15 @@ NOTHING = LoadPlan(0, ASYNC)
 class Finder:
     """Looks up, fetches and leases for one scheduler side. Its thread calls it."""
 
-    def __init__(self, lookup_s: float, config: ConnectorConfig, on_fetched: Callable[[float], None]) -> None:
-        """`on_fetched` is told how long each fetch took."""
+    def __init__(self, lookup_s: float, config: ConnectorConfig, counts: SchedulerCounts) -> None:
         self._config = config
+        self._counts = counts
         self._asker = Asker(lookup_s)
         # In the other modes a step waits for the load, which must then wait for nobody.
         near_s = FOLLOW_S if config.load_mode in (AUTO, ASYNC) else 0.0
-        self.fetches = Fetches(config.load_deadline_s, on_fetched, near_s=near_s)
+        self._held: dict[str, Tracked] = {}
+        """Requests that wait until somebody announces the KV that they expect."""
+        self.fetches = Fetches(config.load_deadline_s, counts.fetch_times.add, near_s=near_s)
 
     def find(self, tracked: Tracked, num_local: int, mode: str) -> LoadPlan | None:
         """What can be loaded beyond the `num_local` tokens that the engine has, in this mode if all of it is near; None
@@ -60,6 +66,8 @@ class Finder:
         if tracked.match is None or (tracked.ticket is None and not tracked.is_queued):
             tracked.match = self._look_up(tracked)
         wanted = tuple(c for c in tracked.match.chunks if c.first_token + c.num_tokens > num_local)
+        if self._is_expecting(tracked, tracked.match):
+            return self._follow(tracked, tracked.match, wanted)
         if self._num_new(tracked, wanted) and tracked.ticket is None and not self._fetch(tracked, wanted):
             return None
         is_near = tracked.ticket is not None and tracked.ticket.is_near
@@ -96,6 +104,82 @@ class Finder:
         tracked.ticket = self.fetches.begin(tracked.space, wanted)
         return True
 
+    # ---- KV that is said to come --------------------------------------------------------------------------------
+    def expect(self, tracked: Tracked, transfer: Transfer) -> None:
+        """Another server is said to send KV of this prompt: whatever this side would save of it, it may expect."""
+        limit = tracked.saves.limit(tracked.num_prompt, ends=False)
+        tracked.expected = Expected(transfer, tuple(tracked.saves.chunks(tracked.keys, limit)))
+        self._counts.expected()
+
+    def stop_expecting(self, tracked: Tracked, *, is_short: bool) -> None:
+        """What there is now is all. Idempotent."""
+        self._held.pop(tracked.request_id, None)
+        if tracked.expected is not None and not tracked.expected.is_over:
+            tracked.expected.is_over = True
+            if is_short:
+                self._counts.gave_up()
+
+    def _is_expecting(self, tracked: Tracked, match: Match) -> bool:
+        """Whether KV is still to come that is worth waiting for."""
+        expected = tracked.expected
+        if expected is None or expected.is_over:
+            return False
+        expected.look(len(match.chunks))
+        is_here, is_worth = match.num_tokens >= expected.num_tokens, self._num_new(tracked, _beyond(expected, tracked))
+        is_late = expected.is_late and not self._is_announced(tracked, match, expected)
+        if is_here or not is_worth or is_late or not expected.left_s:
+            self.stop_expecting(tracked, is_short=not is_here)
+        return not expected.is_over
+
+    def _is_announced(self, tracked: Tracked, match: Match, expected: Expected) -> bool:
+        """Whether something has come since the first look, or somebody fills the chunk after what is there. A first
+        tier that is not mapped shows nobody who fills it."""
+        space = tracked.space
+        if not space.mapped:
+            return False
+        if len(match.chunks) > expected.num_first:
+            return True
+        # The match may end with a tail of another prompt, inside the chunk that is to come.
+        chunk = next((c for c in expected.chunks if c.first_token + c.num_tokens > match.num_tokens), None)
+        if chunk is None:
+            return False
+        return self._asker.ask(lambda: space.arrived([chunk], whole_shard(space.spec))[0].is_announced, False)
+
+    def _follow(self, tracked: Tracked, match: Match, here: tuple[ChunkRef, ...]) -> LoadPlan | None:
+        """A load that follows what comes, once something does; None until then."""
+        expected = tracked.expected
+        assert expected is not None
+        if not self._is_announced(tracked, match, expected):
+            self._held[tracked.request_id] = tracked
+            return None
+        keys = {chunk.key for chunk in expected.chunks}
+        here = tuple(chunk for chunk in here if chunk.key in keys)
+        if here and tracked.ticket is None and not self._fetch(tracked, here):  # some of it may be in a lower tier
+            return None
+        self._held.pop(tracked.request_id, None)
+        tracked.wanted, tracked.mode = _beyond(expected, tracked), ASYNC
+        tracked.wait = Wait(expected.left_s, expected.transfer.start_s, expected.left_s)
+        return LoadPlan(self._num_new(tracked, tracked.wanted), ASYNC)
+
+    @property
+    def num_waiting(self) -> int:
+        """What requests without blocks wait for: fetches, and KV that nobody has announced."""
+        return self.fetches.num_waiting + sum([not self._is_due(tracked) for tracked in self._held.values()])
+
+    def _is_due(self, tracked: Tracked) -> bool:
+        """Whether a request that is held should be asked about again."""
+        expected, match = tracked.expected, tracked.match
+        if expected is None or match is None or expected.is_over or expected.is_late or not expected.left_s:
+            return True
+        return self._is_announced(tracked, match, expected)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until one of those is over, or a moment has passed; at once where there is none."""
+        num_waiting, deadline = self.num_waiting, time.monotonic() + timeout_s
+        while num_waiting and self.num_waiting == num_waiting and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+    # ---- plans --------------------------------------------------------------------------------------------------
     def _plan(self, tracked: Tracked, wanted: tuple[ChunkRef, ...], mode: str, *, is_near: bool) -> LoadPlan:
         ticket, tracked.wait = tracked.ticket, None
         if is_near:  # the load follows the rest
@@ -117,7 +201,8 @@ class Finder:
         return LoadPlan(num_new, mode)
 
     def drop_fetch(self, tracked: Tracked) -> None:
-        """The request needs nothing more of lower tiers. Idempotent."""
+        """The request needs nothing more of lower tiers, or of others. Idempotent."""
+        self._held.pop(tracked.request_id, None)
         ticket, tracked.ticket, tracked.is_queued = tracked.ticket, None, False
         if ticket is not None:
             ticket.release()
@@ -144,3 +229,8 @@ class Finder:
         rest = [chunk for chunk in chunks if chunk.key not in found]
         answers = iter(self._asker.ask(lambda: tracked.space.exists(rest), [False] * len(rest)) if rest else ())
         return [chunk.key in found or next(answers) for chunk in chunks]
+
+
+def _beyond(expected: Expected, tracked: Tracked) -> tuple[ChunkRef, ...]:
+    """The chunks that hold tokens which the engine does not have itself."""
+    return tuple(c for c in expected.chunks if c.first_token + c.num_tokens > tracked.num_local)

@@ -21,6 +21,7 @@ from headwater.connector.origins import Origins
 from headwater.connector.spoiled import Spoiled
 from headwater.connector.stats import SchedulerCounts, TransferStats
 from headwater.connector.tracker import BlockIds, Inputs, LostChunks, SaveProgress, Scheduled, Tracked
+from headwater.connector.transfers import Transfer
 from headwater.connector.uncertain import Uncertain, followers
 from headwater.errors import HeadwaterError
 from headwater.pool.space import Space
@@ -77,7 +78,7 @@ class SchedulerSide:
         self.counts = SchedulerCounts()
         self.loads_in_step = True
         """Whether a load may go along with the step that needs it, where the configuration allows that."""
-        self._finder = Finder(space.lookup_s, config, self.counts.fetch_times.add)
+        self._finder = Finder(space.lookup_s, config, self.counts)
         self._tracked: dict[str, Tracked] = {}
         self._before: list[SaveOrder] = []
         self._loads: list[LoadOrder] = []
@@ -107,6 +108,7 @@ class SchedulerSide:
         inputs: Inputs | None = Inputs(),  # noqa: B008
         *,
         label: str | None = None,
+        transfer: Transfer | None = None,
     ) -> None:
         """A new request. Hashes its prompt. Without `inputs` it is served without the pool."""
         inputs = inputs if self._is_clean else None
@@ -139,6 +141,8 @@ class SchedulerSide:
             label=label,
             may_load=request_id not in self._former,
         )
+        if transfer is not None and transfer.is_expected and inputs is not None and self._config.loads:
+            self._finder.expect(self._tracked[request_id], transfer)
 
     def match(self, request_id: str, num_local: int) -> LoadPlan | None:
         """What can be loaded beyond the `num_local` tokens that the engine has itself. `num_tokens` 0: nothing that is
@@ -201,6 +205,8 @@ class SchedulerSide:
         # Whether it is also in the tier that saves go to is no matter: until it has come, there is nothing to save.
         tracked.saves.num_saved = max(tracked.saves.num_saved, end)
         self._loads.append(tracked.load)
+        if tracked.wait is not None:
+            self.counts.followed()
         self.counts.load_started(request_id, range(tracked.num_local, min(end, len(tracked.tokens) - 1)))
 
     def preempted(self, request_id: str, num_computed: int | None = None, block_ids: BlockIds | None = None) -> None:
@@ -251,7 +257,8 @@ class SchedulerSide:
                 self._finder.drop_fetch(tracked)
                 if is_clean and not len(tracked.block_ids):  # nothing of it is computed: it belongs to the new epoch
                     request = tracked.request_id, tracked.tokens, tracked.num_prompt, tracked.inputs
-                    self.add(*request, label=tracked.label)
+                    transfer = None if tracked.expected is None else tracked.expected.transfer
+                    self.add(*request, label=tracked.label, transfer=transfer)
 
     # ---- steps --------------------------------------------------------------------------------------------------
     def order(self, scheduled: Sequence[Scheduled], *, is_idle: bool = False) -> StepOrders:
@@ -342,12 +349,12 @@ class SchedulerSide:
 
     @property
     def num_fetching(self) -> int:
-        """Fetches from lower tiers that are under way."""
-        return self._finder.fetches.num_waiting
+        """What requests without blocks wait for: fetches from lower tiers, and KV that another server is to send."""
+        return self._finder.num_waiting
 
     def wait_fetch(self, timeout_s: float) -> None:
         """For an engine with nothing to compute: wait until a fetch has ended, at most that long."""
-        self._finder.fetches.wait(timeout_s)
+        self._finder.wait(timeout_s)
 
     def add_to(self, stats: TransferStats) -> TransferStats:
         """A rank's counts, with what only this side counts."""
@@ -446,6 +453,7 @@ class SchedulerSide:
         tracked.num_explained = max(tracked.num_explained, end)
         if load.mode == ASYNC and self._spoiled and num_chunks:
             self._spoiled.rewrite(load.job.block_ids.tolist(), load.num_local, end)
+        self._finder.stop_expecting(tracked, is_short=num_chunks < len(chunks) and not tracked.is_over)
         if num_chunks < len(chunks):  # the engine computes the rest, which is then as good as new
             tracked.saves.lower(chunks[num_chunks].first_token)
             tracked.may_load = False  # once is enough: what failed would be found, and fail, again

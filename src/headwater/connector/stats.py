@@ -44,6 +44,9 @@ class TransferStats:
     num_matched_tokens: int = 0
     num_loaded_tokens: int = 0
     num_failed_loads: int = 0
+    num_expected: int = 0
+    num_followed: int = 0
+    num_given_up: int = 0
     wait_seconds: float = 0.0
     fetch_times: Distribution = Distribution()
 
@@ -101,6 +104,7 @@ class SchedulerCounts:
 
     def __init__(self) -> None:
         self._num_asked = self._num_matched = self._num_loaded = self._num_failed = 0
+        self._num_expected = self._num_followed = self._num_given_up = 0
         self._wait_seconds = 0.0
         self.fetch_times = Durations(TRANSFER_BUCKETS_S)
         self._last: tuple[str, int, int] | None = None
@@ -132,6 +136,18 @@ class SchedulerCounts:
         self._num_loaded += max(0, min(num_tokens, tokens.stop) - tokens.start)
         self._num_failed += num_tokens < tokens.stop
 
+    def expected(self) -> None:
+        """Another server is to send KV of a request."""
+        self._num_expected += 1
+
+    def followed(self) -> None:
+        """A load begins whose chunks are still being filled."""
+        self._num_followed += 1
+
+    def gave_up(self) -> None:
+        """KV that was expected has not come, or not all of it."""
+        self._num_given_up += 1
+
     def take_times(self) -> Times:
         """How long each fetch took that has been released since the last call."""
         return {"fetch_times": self.fetch_times.take()}
@@ -148,6 +164,9 @@ class SchedulerCounts:
             num_matched_tokens=self._num_matched,
             num_loaded_tokens=self._num_loaded,
             num_failed_loads=self._num_failed,
+            num_expected=self._num_expected,
+            num_followed=self._num_followed,
+            num_given_up=self._num_given_up,
             wait_seconds=self._wait_seconds,
             fetch_times=self.fetch_times.total,
         )

@@ -19,6 +19,7 @@ from headwater.pool.wait import Wait
 
 if TYPE_CHECKING:
     from headwater.connector.fetches import FetchTicket
+    from headwater.connector.transfers import Expected
 
 RETRIES = 3
 """How often chunks that were not saved are ordered again."""
@@ -169,6 +170,8 @@ class Tracked:
     mode: str = ASYNC
     wait: Wait | None = None
     """How long the load follows chunks that are still being filled; None: all of them are there."""
+    expected: Expected | None = None
+    """KV that another server is said to send."""
     ticket: FetchTicket | None = None
     is_queued: bool = False
     """It waits until another fetch has ended."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from headwater.connector.stats import TransferStats
+from headwater.connector.transfers import Transfer
 from headwater.engine.batch import make_step_input
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import choose_placement, device_kind
@@ -122,10 +123,16 @@ class Engine:
         self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
 
     def add(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str | None = None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        transfer: Transfer | None = None,
     ) -> None:
-        """Queue a request. It uses, and leaves behind, KV of its salt alone. Raises RequestError for what can never be
-        served, and then nothing has changed."""
+        """Queue a request. It uses, and leaves behind, KV of its salt alone; a `transfer` says that another server
+        sends KV of its prompt. Raises RequestError for what can never be served, and then nothing has changed."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; ids of live requests must differ")
         tokens = self._check_prompt(prompt)
@@ -142,6 +149,7 @@ class Engine:
             seed=params.seed if params.seed is not None else _spread(self.config.seed, arrival),
             max_pages=-(-self.max_model_len // self.config.page_size),
             tenant=tenant_of(cache_salt),
+            transfer=transfer,
         )
         self._requests[request_id] = request
         self._scheduler.add(request)

@@ -37,7 +37,7 @@ class Link(Protocol):
 
     @property
     def num_fetching(self) -> int:
-        """Fetches from lower tiers that waiting requests wait for."""
+        """What waiting requests wait for: fetches from lower tiers, and KV that another server is to send."""
         ...
 
     def add(self, request: Request) -> None:
@@ -131,12 +131,13 @@ class PoolLink:
 
     @property
     def num_fetching(self) -> int:
-        """Fetches from lower tiers that waiting requests wait for."""
+        """See `Link`."""
         return self._side.num_fetching
 
     def add(self, request: Request) -> None:
         """Hash its prompt."""
-        self._side.add(str(request.arrival), request.tokens, request.num_prompt, Inputs(tenant=request.tenant))
+        inputs = Inputs(tenant=request.tenant)
+        self._side.add(str(request.arrival), request.tokens, request.num_prompt, inputs, transfer=request.transfer)
 
     def match(self, request: Request, num_local: int) -> LoadPlan | None:
         """Ask the pool, and begin to fetch what is far away."""

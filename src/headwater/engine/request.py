@@ -16,6 +16,7 @@ import numpy.typing as npt
 from headwater.engine.params import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
+    from headwater.connector.transfers import Transfer
     from headwater.engine.pages import PageId
     from headwater.engine.prefix.base import Handle
     from headwater.engine.sampler import TokenCounts
@@ -45,6 +46,7 @@ class Request:
         "stop_ids",
         "tenant",
         "tokens",
+        "transfer",
     )
 
     def __init__(
@@ -59,6 +61,7 @@ class Request:
         seed: int,
         max_pages: int,
         tenant: bytes = b"",
+        transfer: Transfer | None = None,
     ) -> None:
         self.id = request_id
         self.params = params
@@ -72,6 +75,8 @@ class Request:
         self.seed = seed
         self.tenant = tenant
         """Whose KV it may use: requests of different tenants share none, here or in the pool."""
+        self.transfer = transfer
+        """What it says of KV that another server sends."""
         self.num_computed = 0
         self.num_in_flight = 0
         self.sample_index = -1

@@ -88,7 +88,7 @@ class Generator:
             self._num_preparing -= call.num_sequences
         call = replace(call, params=stopping_at(call.params, self._end_ids))
         jobs = [
-            Job(prompt, call.params_of(choice), call.cache_salt)
+            Job(prompt, call.params_of(choice), call.cache_salt, call.transfer)
             for prompt in prompts
             for choice in range(call.num_choices)
         ]

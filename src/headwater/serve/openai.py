@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from headwater.connector.transfers import PARAMETER, Transfer, parse_transfer
 from headwater.engine.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
-from headwater.errors import RequestError
+from headwater.errors import InvalidArgumentError, RequestError
 from headwater.serve.errors import shown
 from headwater.serve.parameters import (
     CHAT_NO_EFFECT,
@@ -42,6 +43,8 @@ MAX_STRINGS = 1 << 17
 MAX_STOP_CHARS = 1000
 MAX_STOPS_BYTES = 1 << 20
 """Of `stop` and of `stop_token_ids` in the body."""
+MAX_TRANSFER_BYTES = 1 << 16
+"""Of `kv_transfer_params`: other connectors' keys may be in it, and are ignored."""
 MAX_SALT_CHARS = 128
 SALT_FORBIDS = "@/\\\0"
 """vLLM's server has the same rules, so a salt that one of them takes is good for both."""
@@ -102,6 +105,7 @@ class _Common(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class ChatRequest(_Common, kw_only=True):
@@ -139,6 +143,8 @@ class Call:
     include_usage: bool
     cache_salt: str | None = field(default=None, repr=False)
     """Only requests of one salt share KV: whoever does not know it learns nothing of what was asked with it."""
+    transfer: Transfer | None = None
+    """What `kv_transfer_params` says of KV that goes to another server, or comes from one."""
     num_body_bytes: int = field(default=0, compare=False)
     """How large the request was: a measure of the work that its text makes, whichever field that is in."""
 
@@ -245,9 +251,10 @@ def _parse(body: bytes, kind: type[_Request], limits: Limits) -> _Request:
 
 
 def _check_sizes(fields: dict[str, msgspec.Raw]) -> None:
-    for name in ("stop", "stop_token_ids"):
-        if name in fields and memoryview(fields[name]).nbytes > MAX_STOPS_BYTES:
-            raise RequestError(f"{name} has more than {MAX_STOPS_BYTES} bytes", param=name, code="request_too_large")
+    limits = {"stop": MAX_STOPS_BYTES, "stop_token_ids": MAX_STOPS_BYTES, PARAMETER: MAX_TRANSFER_BYTES}
+    for name, limit in limits.items():
+        if name in fields and memoryview(fields[name]).nbytes > limit:
+            raise RequestError(f"{name} has more than {limit} bytes", param=name, code="request_too_large")
 
 
 def _as_request_error(text: str) -> RequestError:
@@ -315,6 +322,7 @@ def _call(request: _Common, *, is_chat: bool, max_tokens: int | None, logprobs: 
         stream=bool(request.stream),
         include_usage=options is not None and bool(options.include_usage),
         cache_salt=_salt(request.cache_salt),
+        transfer=_transfer(request.kv_transfer_params),
     )
 
 
@@ -410,3 +418,10 @@ def _logprobs(name: str, count: int) -> int:
     if not 0 <= count <= MAX_LOGPROBS:
         raise RequestError(f"{name} is {count}; expected 0 to {MAX_LOGPROBS}", param=name)
     return count
+
+
+def _transfer(params: dict[str, Any] | None) -> Transfer | None:
+    try:
+        return parse_transfer(params)
+    except InvalidArgumentError as error:
+        raise RequestError(str(error), param=PARAMETER) from error

@@ -36,7 +36,6 @@ UNSUPPORTED: dict[str, Accepted] = {
     "guided_json": (),
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
-    "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logit_bias": ({},),
     "logits_processors": (),

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from headwater.connector.metrics import distributions, snapshot
+from headwater.connector.transfers import Transfer
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineError, HeadwaterError, RequestError
@@ -57,7 +58,15 @@ class EngineLike(Protocol):
 
     @property
     def has_work(self) -> bool: ...
-    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str | None) -> Any: ...
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None,
+        transfer: Transfer | None,
+    ) -> Any: ...
     def abort(self, request_id: str) -> Any: ...
     def step(self) -> list[RequestOutput]: ...
     def check_alive(self) -> None: ...
@@ -282,7 +291,13 @@ def _start(channel: Channel, create: Creator) -> Running | None:
 
 def _submit(channel: Channel, engine: EngineLike, message: Submit) -> None:
     try:
-        engine.add(message.request_id, message.prompt, message.params, cache_salt=message.cache_salt)
+        engine.add(
+            message.request_id,
+            message.prompt,
+            message.params,
+            cache_salt=message.cache_salt,
+            transfer=message.transfer,
+        )
     except RequestError as error:
         channel.send(Rejected(message.request_id, str(error), error.param, error.code))
 

@@ -28,7 +28,8 @@ from headwater.transfer.streams import Event
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.001
+MIN_POLL_S, MAX_POLL_S = 0.001, 0.01
+"""The longer nothing has come, the rarer it is looked for."""
 MAX_SEGMENTS = 2
 """Under way at a time for one load: one is placed, one waits. What comes meanwhile goes together in the next."""
 SURVEY_CHUNKS = 64
@@ -121,11 +122,15 @@ class Follower:
     def add(self, follow: Follow) -> None:
         """Follow these chunks from now on."""
         with self._changed:
-            self._follows.append(follow)
-            if self._thread is None:
+            is_closing = self._is_closing
+            if not is_closing:
+                self._follows.append(follow)
+            if self._thread is None and not is_closing:
                 self._thread = threading.Thread(target=self._run, name="headwater-follow", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+        if is_closing:
+            self._finish(follow, 0)
 
     def cancel(self, name: str) -> None:
         """Stop following as soon as possible; the end still comes."""
@@ -192,8 +197,10 @@ class Follower:
                     log.exception("a load stops following the pool")
                     follow.is_stopped = True
             if not is_busy:
+                now = time.monotonic()
+                idle_s = min([now - follow.advanced_s for follow in follows], default=0.0)
                 with self._changed:
-                    self._changed.wait(POLL_S)
+                    self._changed.wait(max(MIN_POLL_S, min(MAX_POLL_S, idle_s / 8)))
 
     def _step(self, follow: Follow) -> bool:
         """Begin what has come, or end the follow; whether there was anything to do."""
@@ -204,9 +211,11 @@ class Follower:
                 return self._load_more(follow, now)
             if follow.segments:
                 return False
-        self._finish(follow, follow.num_placed(len(self._shard.layers)))
-        with self._changed:  # last: until then it can be cancelled
-            self._follows.remove(follow)
+        try:
+            self._finish(follow, follow.num_placed(len(self._shard.layers)))
+        finally:
+            with self._changed:  # last: until then it can be cancelled
+                self._follows.remove(follow)
         return True
 
     def _load_more(self, follow: Follow, now: float) -> bool:

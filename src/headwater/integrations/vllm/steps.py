@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from headwater.connector.orders import ASYNC, StepOrders, StepReport
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.tracker import Inputs, Scheduled
+from headwater.connector.transfers import Transfer, parse_transfer
+from headwater.errors import InvalidArgumentError
 from headwater.integrations.vllm.adapters import Adapters
 from headwater.integrations.vllm.inputs import request_inputs
 from headwater.pool.space import Space
@@ -15,6 +18,9 @@ NULL_BLOCK = 0
 """vLLM never reads this block: what must not be written elsewhere may be written here."""
 IDLE_WAIT_S = 0.05
 """How long a step that has nothing to compute waits for KV from a lower tier: then vLLM looks for new requests."""
+
+
+log = logging.getLogger(__name__)
 
 
 class Steps:
@@ -40,6 +46,7 @@ class Steps:
                 request.num_prompt_tokens,
                 self._inputs(request),
                 label=lora.lora_name if lora else None,
+                transfer=_transfer(request),
             )
 
     def match(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
@@ -127,3 +134,12 @@ class Steps:
         if request.mm_features and not self._hashes_inputs:
             return None
         return request_inputs(request, self._adapters)
+
+
+def _transfer(request: Any) -> Transfer | None:
+    """What the request says of KV that another server sends. vLLM has accepted the request, so it cannot be refused."""
+    try:
+        return parse_transfer(getattr(request, "kv_transfer_params", None))
+    except InvalidArgumentError as error:
+        log.warning("a request expects nothing from elsewhere: %s", error)
+        return None

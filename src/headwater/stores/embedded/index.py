@@ -404,11 +404,10 @@ class Index:
         places = range(heads.start * parts + part, heads.stop * parts, parts)
         return sum([flags[layers.start * row + at : layers.stop * row : layers.step * row].count(1) for at in places])
 
-    def flags(self, entry: Entry, spec: KVSpec) -> npt.NDArray[np.uint8]:
-        """Of a pending record of whole tiles: which checksums it has, (layers, heads), 1 for each."""
+    def flags(self, entry: Entry) -> bytes:
+        """Of a pending record: which checksums it has, in their order, 1 for each."""
         base = self._heap + entry.cell * CELL + HEAD_BYTES + 8 * entry.record.num_sums
-        raw = self._map[base : base + spec.num_tiles]
-        return np.frombuffer(raw, np.uint8).reshape(spec.num_layers, spec.num_kv_heads)
+        return self._map[base : base + entry.record.num_sums]
 
     def complete(self, entry: Entry) -> bool:
         """If every checksum is in, turn the pending record complete; whether it did."""

@@ -156,13 +156,28 @@ class Janitor:
     def expired(self, entry: Entry, published: set[int] | None = None) -> bool:
         """Whether a pending record's writers are dead, or have committed nothing for too long. One that is for a single
         filler dies with that process, whoever else of its group lives. `published`: what living processes touch."""
-        now, used = time.time_ns(), self._index.age(entry.cell)
-        since = max(entry.record.created_ns, used) if used <= now else entry.record.created_ns
-        if now - since > MAX_PENDING_NS or not self._members.group_alive(entry.record.group):
-            return True
-        if not entry.record.is_exclusive:
-            return False
-        return entry.record.id not in (self._members.published() if published is None else published)
+        return self.expiry(published)(entry)
+
+    def expiry(self, published: set[int] | None = None) -> Callable[[Entry], bool]:
+        """`expired` for many records at one moment: each group of writers is looked at once."""
+        now, alive = time.time_ns(), dict[int, bool]()
+
+        def is_expired(entry: Entry) -> bool:
+            nonlocal published
+            record, used = entry.record, self._index.age(entry.cell)
+            since = max(record.created_ns, used) if used <= now else record.created_ns
+            if now - since > MAX_PENDING_NS:
+                return True
+            if record.group not in alive:
+                alive[record.group] = self._members.group_alive(record.group)
+            if not alive[record.group]:
+                return True
+            if not record.is_exclusive:
+                return False
+            published = self._members.published() if published is None else published
+            return record.id not in published
+
+        return is_expired
 
     # ---- eviction -----------------------------------------------------------------------------------------------
     def evict(self, need_units: int) -> bool:

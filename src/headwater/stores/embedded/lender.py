@@ -7,7 +7,7 @@ its slowest peer, and what is written layer by layer can be read layer by layer.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ from headwater.stores.embedded.layout import COMPLETE, PENDING
 from headwater.stores.embedded.reader import ChunkLease, Reader
 
 _TRIES = 3
+_MANY = 16
+"""Fewer records are sooner found one by one."""
 
 
 class _Leases:
@@ -93,15 +95,23 @@ class Lender:
         return Loan(lease, places, part)
 
     def arrived(self, chunks: Sequence[ChunkRef], shard: Shard, spec: KVSpec) -> list[Arrived]:
-        """See `stores.base.MappedStore.arrived`. Some microseconds a chunk."""
-        return [self._arrived(spec, chunk, shard) for chunk in chunks]
+        """See `stores.base.MappedStore.arrived`. Some microseconds a chunk, and some tens for each group of writers."""
+        entries: list[Entry | None] = [None] * len(chunks)
+        if len(chunks) >= _MANY:
+            entries = self._core.columns.find([chunk.key for chunk in chunks]).entries()
+        is_dead = self._core.janitor.expiry()
+        return [
+            self._arrived(spec, chunk, shard, entry or self._index.find(chunk.key), is_dead)
+            for chunk, entry in zip(chunks, entries, strict=True)
+        ]
 
-    def _arrived(self, spec: KVSpec, chunk: ChunkRef, shard: Shard) -> Arrived:
-        entry = self._index.find(chunk.key)
+    def _arrived(
+        self, spec: KVSpec, chunk: ChunkRef, shard: Shard, entry: Entry | None, is_dead: Callable[[Entry], bool]
+    ) -> Arrived:
         if entry is None or entry.state not in (COMPLETE, PENDING):
             return NOT_HERE
         record, is_complete = entry.record, entry.state == COMPLETE
-        if not is_complete and self._core.janitor.expired(entry):
+        if not is_complete and is_dead(entry):
             return NOT_HERE
         is_fit = record.parts == 1 and record.encoding == RAW and self._reader.fitting_tile_bytes(spec, chunk, record)
         if not is_fit:  # whatever it is, it cannot be lent
@@ -111,11 +121,13 @@ class Lender:
 
     def _num_noted(self, spec: KVSpec, shard: Shard, entry: Entry) -> int:
         """Layers of the shard, from the first on, all of whose checksums a pending record has."""
-        flags = self._index.flags(entry, spec)[
-            shard.layers.start : shard.layers.stop : shard.layers.step, shard.heads.start : shard.heads.stop
-        ]
-        whole = (flags == 1).all(axis=1)
-        return len(whole) if whole.all() else int(whole.argmin())
+        layers, heads, width = shard.layers, shard.heads, spec.num_kv_heads
+        flags = self._index.flags(entry)
+        if len(heads) == width and layers.step == 1:
+            first_missing = flags.find(0, layers.start * width, layers.stop * width)
+            return len(layers) if first_missing < 0 else first_missing // width - layers.start
+        rows = (flags[layer * width + heads.start : layer * width + heads.stop] for layer in layers)
+        return next((number for number, row in enumerate(rows) if 0 in row), len(layers))
 
     def _show(self, spec: KVSpec, chunk: ChunkRef, shard: Shard, data: MappedData) -> _Shown | None:
         """A chunk that was not complete a moment ago: pending with all checksums that are asked for, or complete now.

@@ -364,7 +364,7 @@ class TierFetch:
                 tickets[i].status = Status.EXISTS
                 self._from[tickets[i].chunk.key].counts.add(fetched=1)
         with self._lock:
-            ages = dict(self._ages)
+            ages = {tickets[i].chunk.key: self._ages[tickets[i].chunk.key] for i in dict.fromkeys(owners)}
         self._front.redate(ages)
 
     def _num_complete(self, window: Sequence[ChunkRef], tickets: Sequence[Ticket]) -> int:
