@@ -27,6 +27,11 @@ what a caller must change before going on: an argument, a URL, a permission, a v
         ├── SpecMismatchError               the store holds these weights with another spec
         ├── StoreDamagedError               unreadable, and in use by others, so it cannot be replaced
         ├── BackendError                    a remote store cannot be reached, refuses, or answers nonsense
+        │   └── PeerError                   another host's pool cannot be reached, or answers late
+        │       ├── PeerRefusedError        it said no, and why
+        │       ├── PeerTimeoutError        it did not answer, or took nothing, until the deadline
+        │       ├── PeerGoneError           the connection ended
+        │       └── WireError               what came is no frame of ours, or out of bounds
         ├── DeadlineError                   opening or administration took longer than its deadline
         └── StoreClosedError                used after close
 """
@@ -133,6 +138,30 @@ class StoreDamagedError(StoreError):
 
 class BackendError(StoreError):
     """A remote store cannot be reached, refuses, or answers nonsense."""
+
+
+class PeerError(BackendError):
+    """Another host's pool cannot be reached, or does not answer in time."""
+
+
+class PeerRefusedError(PeerError):
+    """The other side refused: another version, secret, model or tenant secret. `code` says which."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class PeerTimeoutError(PeerError):
+    """A deadline passed. A frame may be half sent or half received, so the connection is of no use any more."""
+
+
+class PeerGoneError(PeerError):
+    """The other side closed the connection, or the network did."""
+
+
+class WireError(PeerError):
+    """Bytes that are no frame of Headwater's, or a frame that is out of bounds. The connection is closed."""
 
 
 class DeadlineError(StoreError):

@@ -23,12 +23,13 @@ IMPORT_DEADLINE_MS = 150
 MAY_IMPORT: dict[str, set[str]] = {"kv": set(), "kernels": set()}
 MAY_IMPORT["stores"] = {"kv"}
 MAY_IMPORT["pool"] = {"kv", "stores"}
-MAY_IMPORT["transfer"] = {"kv", "stores", "pool", "kernels"}
-MAY_IMPORT["connector"] = {"kv", "stores", "pool", "transfer"}
+MAY_IMPORT["peers"] = {"kv", "stores", "pool"}
+MAY_IMPORT["transfer"] = {"kv", "stores", "pool", "peers", "kernels"}
+MAY_IMPORT["connector"] = {"kv", "stores", "pool", "peers", "transfer"}
 MAY_IMPORT["models"] = {"kv", "kernels"}
 # `models` only for what names a model: two engines share where they give it one name.
-MAY_IMPORT["integrations"] = {"kv", "stores", "pool", "transfer", "connector", "models"}
-MAY_IMPORT["engine"] = {"kv", "stores", "pool", "transfer", "connector", "kernels", "models"}
+MAY_IMPORT["integrations"] = {"kv", "stores", "pool", "peers", "transfer", "connector", "models"}
+MAY_IMPORT["engine"] = {"kv", "stores", "pool", "peers", "transfer", "connector", "kernels", "models"}
 MAY_IMPORT["serve"] = MAY_IMPORT["engine"] | {"engine", "integrations"}
 MAY_IMPORT["sim"] = {"kv", "pool"}
 MAY_IMPORT["bench"] = MAY_IMPORT["serve"] | {"serve"}
@@ -36,7 +37,7 @@ MAY_IMPORT["bench"] = MAY_IMPORT["serve"] | {"serve"}
 MAY_IMPORT["cli"] = MAY_IMPORT["serve"] | {"serve", "sim", "bench", ROOT}
 
 # Top-level modules ("") are imported by the others, so what they load, kv loads.
-WITHOUT_TORCH = {"", "kv", "stores", "pool"}
+WITHOUT_TORCH = {"", "kv", "stores", "pool", "peers"}
 # The facade and `python -m headwater` exist to reach everything.
 ENTRY_POINTS = {ROOT, f"{ROOT}.__main__"}
 

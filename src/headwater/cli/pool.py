@@ -1,5 +1,5 @@
-"""`headwater pool …`: the commands and their options. What they do is in `inspection`, `clear` and `demo`, which are
-imported when a command runs: they bring numpy, and `--help` must not."""
+"""`headwater pool …`: the commands and their options. What they do is in `inspection`, `clear`, `receive` and `demo`,
+which are imported when a command runs: they bring numpy, and `--help` must not."""
 
 from __future__ import annotations
 
@@ -88,6 +88,33 @@ def events(
     from headwater.cli.events import show_events
 
     show_events(url, since, seconds, as_json)
+
+
+@pool_app.command()
+def receive(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes a free one.")],
+    url: Url = None,
+    secret_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Holds the secret that all peers share; needed unless HOST is loopback."),
+    ] = None,
+    space: Annotated[
+        list[str] | None, typer.Option(metavar="HEX", help="Take KV of this space only (repeatable); any if not given.")
+    ] = None,
+    share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Of the pool's room for pending chunks, what peers may take.")
+    ] = 0.5,
+    tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Use TLS, with this certificate chain.")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="Its key, if it is in a file of its own.")] = None,
+    tls_ca: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Callers must show a certificate that this one signed.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Let other hosts push KV into a pool, layer by layer, until SIGTERM. See docs/disaggregation.md."""
+    from headwater.cli.receive import receive as serve_peers
+
+    serve_peers(url, listen, secret_file, space or [], share, (tls_cert, tls_key, tls_ca), as_json)
 
 
 @pool_app.command()

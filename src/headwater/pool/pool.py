@@ -92,6 +92,11 @@ class Pool:
         """Names the first tier, on this host: processes with the same one can fill a chunk together, others cannot."""
         return self._store.home
 
+    @property
+    def max_pending_bytes(self) -> int:
+        """How many bytes may be reserved and not yet visible, by all servers together."""
+        return self._store.max_pending_bytes
+
     def scan(self) -> Iterator[ChunkInfo]:
         """Every chunk that can be found, in no particular order."""
         return self._store.scan()

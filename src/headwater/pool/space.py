@@ -94,6 +94,19 @@ class Space:
             self._roots[key] = root  # the last one, now, to be forgotten
         return root
 
+    def adopt(self, key: bytes, payload: bytes) -> RootRef:
+        """A root whose key another host computed: its chunks can be written here from now on. `payload` is that root's
+        description there, which `describe` gives."""
+        root = RootRef(self.ref, key, payload)
+        with self._lock:
+            while len(self._roots) >= _MAX_ROOTS:
+                self._roots.pop(next(iter(self._roots)))
+            return self._roots.setdefault(key, root)
+
+    def describe(self, key: bytes) -> bytes:
+        """How a root that this process has named is described in the index."""
+        return self._root_of(key).payload
+
     def keys(
         self, tokens: Tokens = (), *, tenant: bytes = b"", adapter: bytes = b"", extras: Sequence[Extra] = ()
     ) -> ChunkKeys:

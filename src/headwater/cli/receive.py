@@ -1,0 +1,86 @@
+"""`headwater pool receive`: lets other hosts push KV into a pool of this one."""
+
+from __future__ import annotations
+
+import signal
+import ssl
+import threading
+from collections.abc import Sequence
+
+import typer
+
+from headwater.cli.output import plural, print_json
+from headwater.errors import InvalidArgumentError
+from headwater.peers.address import parse_address
+from headwater.peers.hello import read_secret
+from headwater.peers.receiver import Receiver, ReceiverSettings
+from headwater.pool.pool import open_pool
+from headwater.stores.url import DEFAULT_URL, format_size
+
+
+def receive(
+    url: str | None,
+    listen: str,
+    secret_file: str | None,
+    spaces: Sequence[str],
+    share: float,
+    tls: tuple[str | None, str | None, str | None],
+    as_json: bool,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; then everything that peers have not finished is aborted."""
+    settings = ReceiverSettings(
+        secret=None if secret_file is None else read_secret(secret_file),
+        scopes=tuple(_scope(text) for text in spaces),
+        share=share,
+        tls=server_tls(*tls),
+    )
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with open_pool(DEFAULT_URL if url is None else url) as pool:
+        receiver = Receiver(pool, parse_address(listen), settings)
+        receiver.start()
+        if as_json:
+            print_json({"listening": str(receiver.address), "share_bytes": receiver.landing.share_bytes})
+        else:
+            share_text = format_size(receiver.landing.share_bytes)
+            typer.echo(f"listening on {receiver.address}; peers may have {share_text} pending", err=True)
+        try:
+            while not stop.wait(3600):
+                pass
+        finally:
+            receiver.close()
+            stats = receiver.stats()
+            if as_json:
+                print_json(stats)
+            else:
+                stored = plural(int(stats.get("chunks_stored", 0)), "chunk")
+                typer.echo(f"{stored} received, {format_size(int(stats.get('bytes', 0)))}", err=True)
+
+
+def server_tls(cert: str | None, key: str | None, ca: str | None) -> ssl.SSLContext | None:
+    """TLS for a listener: with `ca`, callers must show a certificate that it signed."""
+    if cert is None:
+        if key is not None or ca is not None:
+            raise InvalidArgumentError("--tls-key and --tls-ca need --tls-cert")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(cert, key)
+        if ca is not None:
+            context.load_verify_locations(ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise InvalidArgumentError(f"the TLS files cannot be used: {error}") from error
+    return context
+
+
+def _scope(text: str) -> bytes:
+    try:
+        scope = bytes.fromhex(text)
+    except ValueError:
+        scope = b""
+    if len(scope) != 32:
+        raise InvalidArgumentError(f"--space is {text[:80]!r}; expected 64 hexadecimal digits")
+    return scope

@@ -1,0 +1,1 @@
+"""KV between hosts: a push writes canonical tiles into another host's pool, layer group by layer group."""

@@ -1,0 +1,1 @@
+"""How bytes travel between hosts. `tcp` needs nothing installed; one-sided carriers can stand beside it."""

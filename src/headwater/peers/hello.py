@@ -1,0 +1,212 @@
+"""The first frames of a connection: who speaks, for which KV, and that both know the secret.
+
+    listener  GREETING   version, nonce
+    caller    HELLO      version, role, session, nonce, scope and description of the space, proof of the secret
+    listener  WELCOME    proof of the secret, its limits         or REFUSE: why, and the connection is closed
+
+The caller's first frame has everything, so whatever is wrong is refused there, before anything is allocated. A proof is
+an HMAC over both nonces and everything that was said; the secret itself never travels. A *scope* is the key of the
+nameless tenant's root: it covers the weights, the spec, the chunk size and the tenant secret, and nothing else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import IntEnum
+
+from headwater.errors import ConfigError, HeadwaterError, PeerRefusedError, WireError
+from headwater.kv.identity import Identity
+from headwater.kv.spec import KVSpec
+from headwater.peers.wire import VERSION, Cursor, Refusal
+from headwater.pool.pool import Pool
+from headwater.pool.space import Space
+
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+MIN_SECRET_BYTES = 16
+MAX_LANES = 4
+
+_GREETING = struct.Struct("<HBx32s")
+_HELLO = struct.Struct("<HBBBxxx16sQQ32s32sI")
+_WELCOME = struct.Struct("<H2xIQ")
+_CLIENT, _SERVER = b"headwater peer caller v1\0", b"headwater peer listener v1\0"
+_NO_PROOF = bytes(PROOF_BYTES)
+
+
+class Role(IntEnum):
+    """What a connection is for."""
+
+    PUSH = 1
+    PULL = 2
+    FOLLOW = 3
+
+
+def read_secret(path: str) -> bytes:
+    """A shared secret from its file, without white space around it. Raises ConfigError where it is no good."""
+    try:
+        with open(path, "rb") as file:
+            secret = file.read(4096).strip()
+    except OSError as error:
+        raise ConfigError(f"the peers' secret cannot be read from {path!r}: {error.strerror}") from error
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(f"{path}: a secret of {len(secret)} bytes; expected at least {MIN_SECRET_BYTES}")
+    return secret
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a listener says first."""
+
+    nonce: bytes
+    has_secret: bool
+    version: int = VERSION
+
+    def encode(self) -> bytes:
+        """The meta part of a GREETING frame."""
+        return _GREETING.pack(self.version, self.has_secret, self.nonce)
+
+    @classmethod
+    def decode(cls, meta: bytes) -> Greeting:
+        """Read what `encode` wrote. Raises PeerRefusedError for another version, WireError for anything else."""
+        _check_version(meta)
+        if len(meta) != _GREETING.size:
+            raise WireError("a greeting of another size")
+        version, has_secret, nonce = _GREETING.unpack(meta)
+        return cls(nonce, bool(has_secret), version)
+
+
+def new_greeting(secret: bytes | None) -> Greeting:
+    """A greeting with a fresh nonce."""
+    return Greeting(secrets.token_bytes(NONCE_BYTES), secret is not None)
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a caller says first."""
+
+    role: Role
+    session: bytes
+    """16 random bytes: the connections of one caller to one listener are one session, and fail together."""
+    server: int
+    """The writer group of the caller's server: its ranks fill chunks together."""
+    rank: int = 0
+    """Which of the server's callers this is; a new session of the same one replaces the old."""
+    lane: int = 0
+    nonce: bytes = b""
+    scope: bytes = bytes(32)
+    space: bytes = b""
+    """Identity, spec and chunk size as JSON; empty where the role needs no space."""
+    version: int = VERSION
+
+    def encode(self, greeting: bytes, secret: bytes | None) -> bytes:
+        """The meta part of a HELLO frame, with the proof that answers a greeting."""
+        body = self._body()
+        return prove(secret, _CLIENT, greeting, body) + body
+
+    def _body(self) -> bytes:
+        fixed = (self.version, self.role, self.lane, 0, self.session, self.server, self.rank, self.nonce, self.scope)
+        return _HELLO.pack(*fixed, len(self.space)) + self.space
+
+    @classmethod
+    def decode(cls, meta: bytes, greeting: bytes, secret: bytes | None) -> Hello:
+        """Read what `encode` wrote, and believe nothing of it before its proof was checked.
+
+        Raises PeerRefusedError for another version or secret, WireError for anything else.
+        """
+        proof, body = meta[:PROOF_BYTES], meta[PROOF_BYTES:]
+        _check_version(body)
+        if not hmac.compare_digest(proof, prove(secret, _CLIENT, greeting, body)):
+            given = "none" if proof == _NO_PROOF else "another one"
+            wanted = "none" if secret is None else "its own"
+            raise PeerRefusedError(f"the caller has {given} for a secret, the listener {wanted}", Refusal.SECRET)
+        cursor = Cursor(body)
+        version, role, lane, _, session, server, rank, nonce, scope, size = _HELLO.unpack(cursor.take(_HELLO.size))
+        space = cursor.take(size)
+        cursor.end()
+        if lane >= MAX_LANES:
+            raise WireError(f"lane {lane} of at most {MAX_LANES}")
+        try:
+            return cls(Role(role), session, server, rank, lane, nonce, scope, space, version)
+        except ValueError as error:
+            raise PeerRefusedError(f"there is no role {role}", Refusal.ROLE) from error
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """A listener's answer: it is the one that has the secret, and these are its limits."""
+
+    silence_ms: int
+    """A session that has begun chunks and is not heard for so long has failed."""
+    share_bytes: int
+    """What all peers together may have pending here."""
+
+    def encode(self, greeting: bytes, hello: bytes, secret: bytes | None) -> bytes:
+        """The meta part of a WELCOME frame."""
+        body = _WELCOME.pack(VERSION, self.silence_ms, self.share_bytes)
+        return prove(secret, _SERVER, greeting + hello, body) + body
+
+    @classmethod
+    def decode(cls, meta: bytes, greeting: bytes, hello: bytes, secret: bytes | None) -> Welcome:
+        """Read what `encode` wrote. Raises PeerRefusedError where the listener does not know the secret."""
+        proof, body = meta[:PROOF_BYTES], meta[PROOF_BYTES:]
+        _check_version(body)
+        if not hmac.compare_digest(proof, prove(secret, _SERVER, greeting + hello, body)):
+            raise PeerRefusedError("the listener does not know this secret", Refusal.SECRET)
+        if len(body) != _WELCOME.size:
+            raise WireError("a welcome of another size")
+        _, silence_ms, share_bytes = _WELCOME.unpack(body)
+        return cls(silence_ms, share_bytes)
+
+
+def prove(secret: bytes | None, who: bytes, heard: bytes, said: bytes) -> bytes:
+    """That whoever says `said` after having heard `heard` has the secret; zeros where there is none."""
+    if secret is None:
+        return _NO_PROOF
+    sized = struct.pack("<I", len(heard)) + heard + said
+    return hmac.new(secret, who + sized, "sha256").digest()
+
+
+def _check_version(body: bytes) -> None:
+    version = int.from_bytes(body[:2], "little")
+    if len(body) < 2 or version != VERSION:
+        raise PeerRefusedError(f"it speaks version {version} of the peers' wire, not {VERSION}", Refusal.VERSION)
+
+
+# ---- which KV ---------------------------------------------------------------------------------------------------
+def scope_of(space: Space) -> bytes:
+    """32 bytes that two hosts have in common if and only if they may exchange this space's KV."""
+    return space.root().key
+
+
+def describe_space(space: Space) -> bytes:
+    """Identity, spec and chunk size for a HELLO: what another host needs to open the same space."""
+    described = {"identity": space.identity.canonical(), "spec": space.spec.canonical()}
+    return json.dumps(described | {"chunk_tokens": space.chunk_tokens}, sort_keys=True).encode()
+
+
+def open_space(pool: Pool, hello: Hello, accepted: Collection[bytes] = ()) -> Space:
+    """The space that a caller speaks of, in this pool. `accepted`: the only scopes that are taken, if there are any.
+
+    Raises PeerRefusedError where this host could not use the caller's KV. Changes nothing in the pool.
+    """
+    if accepted and not any(hmac.compare_digest(hello.scope, scope) for scope in accepted):
+        raise PeerRefusedError(
+            "this receiver takes KV of another model, spec, chunk size or tenant secret", Refusal.SPACE
+        )
+    try:
+        described = json.loads(hello.space)
+        identity = Identity.from_canonical(described["identity"])
+        spec, chunk_tokens = KVSpec.from_canonical(described["spec"]), described["chunk_tokens"]
+        space = pool.space(identity, spec, chunk_tokens=chunk_tokens)
+    except HeadwaterError as error:
+        raise PeerRefusedError(f"no such space: {error}", Refusal.SPACE) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise PeerRefusedError("the description of the space cannot be read", Refusal.SPACE) from error
+    if not hmac.compare_digest(hello.scope, scope_of(space)):
+        raise PeerRefusedError("the caller has another tenant secret", Refusal.TENANTS)
+    return space

@@ -1,0 +1,489 @@
+"""One rank's connection to one peer, and the thread that serves it.
+
+The thread sleeps until something is told to it or the peer answers. It lends tiles out of the own pool, sends them from
+where they lie, and lets go of the loan when the kernel has them. Nothing is queued but names of chunks, so a peer that
+is slow costs no memory; one that stops costs this thread one deadline, and the engine nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import ssl
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater.errors import HeadwaterError, PeerError, PeerGoneError, PeerRefusedError, PeerTimeoutError, WireError
+from headwater.kv.topology import Shard
+from headwater.peers.address import PeerAddress
+from headwater.peers.caller import Caller
+from headwater.peers.carriers import tcp
+from headwater.peers.outgoing import Batch, Sent, Transfer, consecutive, settle_put
+from headwater.peers.tiles import Layout, alike, layouts_of, pieces_of
+from headwater.peers.wire import Data, Put, Refusal, Stop, Type, encode_frame
+from headwater.pool.space import Space
+from headwater.stores.base import Loan, Place, Status
+
+log = logging.getLogger("headwater")
+
+_FRAME_BYTES = 64 << 20
+"""Of one data frame, about: what the peer notes and shows at a time, where the saver's groups are not smaller."""
+_PATIENCE_S = 60.0
+"""A transfer that nothing happens to for so long is dropped."""
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """How a rank treats its peers."""
+
+    secret: bytes | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+    connect_s: float = 1.0
+    io_s: float = 3.0
+    """For one frame, beyond the time that its bytes take at 10 MB/s."""
+    dead_s: float = 0.25
+    """How long a peer is left alone after it failed. One that does not answer costs a deadline each time, so the time
+    is doubled with each failure, up to eight times as long."""
+    eager_bytes: int = 8 << 20
+    """What is present and no larger than this is sent with its announcement: should the peer have it, little is
+    wasted."""
+    max_queued: int = 4096
+    """Things that the thread may have before it; what comes beyond that is dropped."""
+
+
+Told = Callable[[], None]
+
+
+class _Held(NamedTuple):
+    """A loan of all of a rank's layers of some chunks of a batch."""
+
+    loan: Loan
+    numbers: Sequence[int]
+    layers: range
+
+    def has(self, numbers: Sequence[int]) -> bool:
+        """Whether these chunks are in it."""
+        places = self.loan.places
+        return all(places[self.numbers.index(number)] is not None for number in numbers)
+
+    def part(self, numbers: Sequence[int], layers: range) -> tuple[list[Place | None], npt.NDArray[np.uint64]]:
+        """Places and checksums of some chunks and layers."""
+        rows = [self.numbers.index(number) for number in numbers]
+        columns = [self.layers.index(layer) for layer in layers]
+        return [self.loan.places[row] for row in rows], self.loan.sums[np.ix_(rows, columns)]
+
+
+class Link:
+    """See the module. `tell` may be called from any thread and never waits."""
+
+    def __init__(
+        self,
+        address: PeerAddress,
+        space: Space,
+        shard: Shard,
+        caller: Caller,
+        settings: LinkSettings,
+        counts: Counter[str],
+    ) -> None:
+        self.address = address
+        self._space = space
+        self._shard = shard
+        self._mine = replace(shard, replicas=1, replica=0)
+        """All that this rank has, whichever of its replicas sends it."""
+        self._caller = caller
+        self._settings = settings
+        self._counts = counts
+        self.dead_until = 0.0
+        self._num_failures = 0
+        self._inbox: deque[Told] = deque()
+        self._lane: tcp.Connection | None = None
+        self._silence_s = 5.0
+        self._spoke_s = 0.0
+        self._number = 0
+        self._asked: dict[int, Callable[[bytes], None]] = {}
+        """Requests without an answer, by number."""
+        self._heard: deque[tuple[Callable[[bytes], None], bytes]] = deque()
+        """Answers that have come, in their order."""
+        self._batches: list[Batch] = []
+        self._by_key: dict[bytes, list[tuple[Batch, int]]] = {}
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closing = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="headwater-push", daemon=True)
+        self._thread.start()
+
+    # ---- from other threads -------------------------------------------------------------------------------------
+    @property
+    def is_dead(self) -> bool:
+        """Whether the peer failed a moment ago: pushes to it are dropped at once."""
+        return time.monotonic() < self.dead_until
+
+    def tell(self, what: Told, *, always: bool = False) -> bool:
+        """Have something done by the thread, in its turn; False where it has too much before it."""
+        with self._lock:
+            if self._is_closing or (len(self._inbox) >= self._settings.max_queued and not always):
+                return False
+            self._inbox.append(what)
+            os.eventfd_write(self._wakeup, 1)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """Stop; open batches are dropped, and the peer aborts them. Idempotent."""
+        with self._lock:
+            if not self._is_closing:
+                self._is_closing = True
+                os.eventfd_write(self._wakeup, 1)
+        lane = self._lane
+        self._thread.join(timeout_s)
+        if self._thread.is_alive() and lane is not None:
+            lane.shut()
+            self._thread.join(timeout_s)
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                try:
+                    self._wait()
+                    self._step()
+                except PeerError as error:
+                    self._fail(error)
+                except HeadwaterError as error:
+                    self._fail(PeerError(str(error)))
+                except Exception as error:
+                    log.exception("a push to %s failed", self.address)
+                    self._fail(PeerError(str(error)))
+        finally:
+            self._drop_all()
+            self._disconnect()
+            with self._lock:
+                self._is_closing = True
+                os.close(self._wakeup)
+
+    def _wait(self) -> None:
+        poller = select.poll()
+        poller.register(self._wakeup, select.POLLIN)
+        if self._lane is not None:
+            if self._lane.has_buffered:
+                return
+            poller.register(self._lane.fileno(), select.POLLIN)
+        wait_s = min(self._silence_s / 4, 1.0) if self._batches else 10.0
+        if not self._inbox:
+            poller.poll(wait_s * 1000)
+        try:
+            os.eventfd_read(self._wakeup)
+        except BlockingIOError:
+            return
+
+    def _step(self) -> None:
+        while self._inbox and not self._is_closing:
+            self._inbox.popleft()()
+            self._hear()
+        self._hear()
+        if self._is_closing:
+            return
+        now = time.monotonic()
+        for batch in [b for b in self._batches if now - b.transfer.used_s > _PATIENCE_S]:
+            self._counts["chunks_stale"] += batch.drop_from(0)
+            self._finish(batch)
+        if self._batches and self._lane is not None and now - self._spoke_s > self._silence_s / 4:
+            self._request(Type.PING, b"", lambda body: None)
+
+    # ---- what is told -------------------------------------------------------------------------------------------
+    def begin(self, batch: Batch) -> None:
+        """Announce a batch to the peer."""
+        if self.is_dead or batch.transfer.is_cancelled:
+            self._counts["chunks_dropped"] += batch.drop_from(0)
+            batch.transfer.tell()
+            return
+        self._batches.append(batch)
+        for i, chunk in enumerate(batch.chunks):
+            self._by_key.setdefault(chunk.key, []).append((batch, i))
+        self._ask(batch)
+        if (
+            self._space.spec.extent_bytes(sum([chunk.num_tokens for chunk in batch.chunks]))
+            <= self._settings.eager_bytes
+        ):
+            self._send_present(batch)
+
+    def note(self, keys: Sequence[bytes], layers: range) -> None:
+        """Layers of some chunks are in the own pool now."""
+        touched: dict[Batch, list[int]] = {}
+        for key in keys:
+            for batch, i in self._by_key.get(key, ()):
+                batch.ready[i].update(layers)
+                touched.setdefault(batch, []).append(i)
+        for batch, numbers in touched.items():
+            batch.transfer.used_s = time.monotonic()
+            if batch.is_asked:
+                self._send_ready(batch, numbers)
+
+    def lose(self, keys: Sequence[bytes]) -> None:
+        """Some chunks will not be in the own pool, or not be complete."""
+        for key in keys:
+            for batch, i in list(self._by_key.get(key, ())):
+                if not batch.states[i].is_final:
+                    self._give_up(batch, i, "chunks_unsaved")
+
+    def finish(self, transfer: Transfer) -> None:
+        """Send whatever the own pool has of a transfer, noted here or not."""
+        for batch in [b for b in self._batches if b.transfer is transfer]:
+            if batch.is_asked:
+                self._send_present(batch)
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Drop what is left of a transfer."""
+        transfer.is_cancelled = True
+        for batch in [b for b in self._batches if b.transfer is transfer]:
+            self._counts["chunks_cancelled"] += batch.drop_from(0)
+            self._finish(batch)
+
+    # ---- sending ------------------------------------------------------------------------------------------------
+    def _ask(self, batch: Batch) -> None:
+        self._connect()
+        self._number += 1
+        batch.number = self._number
+        batch.num_tries += 1
+        put = Put(batch.number, batch.transfer.name, batch.chunks, self._shard, batch.root_payload)
+
+        def answered(body: bytes) -> None:
+            if len(body) != len(batch.chunks) or max(body) > max(Status):
+                raise WireError("an answer that does not fit its put")
+            self._counts["chunks_refused"] += settle_put(batch, [Status(code) for code in body])
+            self._counts["chunks_there"] += batch.states.count(Sent.THERE)
+            batch.is_asked = True
+            self._send_present(batch)
+
+        self._request(Type.PUT, put.encode(), answered)
+
+    def _send_present(self, batch: Batch) -> None:
+        """Send what is in the own pool already, whether it was noted here or not."""
+        wanted = [i for i, state in enumerate(batch.states) if not state.is_final and not self._is_sent(batch, i)]
+        if wanted:
+            held = _Held(self._space.lend([batch.chunks[i] for i in wanted], self._mine), wanted, self._mine.layers)
+            try:
+                for i, place in zip(wanted, held.loan.places, strict=True):
+                    if place is not None:
+                        batch.ready[i].update(self._mine.layers)
+                self._send_ready(batch, wanted, held)
+            finally:
+                held.loan.release()
+        self._settle(batch, wanted)
+
+    def _is_sent(self, batch: Batch, i: int) -> bool:
+        return len(batch.sent[i]) == len(self._mine.layers)
+
+    def _send_ready(self, batch: Batch, numbers: Sequence[int], held: _Held | None = None) -> None:
+        """Send the layers of some chunks that are ready and were not sent, in groups. `held`: a loan of all layers."""
+        runs: dict[range, list[int]] = {}
+        for i in numbers:
+            if not batch.states[i].is_final:
+                for run in consecutive(batch.ready[i] - batch.sent[i], self._mine.layers):
+                    runs.setdefault(run, []).append(i)
+                batch.ready[i].clear()
+        for run, some in runs.items():
+            layer_bytes = len(self._mine.heads) * self._space.spec.tile_bytes(self._space.chunk_tokens) * len(some)
+            step = max(1, _FRAME_BYTES // layer_bytes)
+            for first in range(run.start, run.stop, step):
+                self._send_layers(batch, some, range(first, min(first + step, run.stop)), held)
+
+    def _send_layers(self, batch: Batch, wanted: Sequence[int], layers: range, held: _Held | None) -> None:
+        """Send a group of layers of some chunks. A chunk that is not in the own pool any more is given up."""
+        todo = [i for i in wanted if not batch.states[i].is_final]
+        layouts = layouts_of(self._space.spec, self._shard, [batch.chunks[i] for i in todo], layers)
+        for group in alike(layouts).values():
+            layout, numbers = layouts[group[0]], [todo[at] for at in group]
+            if not layout.num_tiles:
+                continue
+            if held is not None and held.has(numbers):
+                self._send_lent(batch, numbers, layers, layout, *held.part(numbers, layout.shard.layers))
+                continue
+            loan = self._space.lend([batch.chunks[i] for i in numbers], layout.shard)
+            try:
+                self._send_lent(batch, numbers, layers, layout, loan.places, loan.sums)
+            finally:
+                loan.release()
+
+    def _send_lent(
+        self,
+        batch: Batch,
+        numbers: Sequence[int],
+        layers: range,
+        layout: Layout,
+        places: Sequence[Place | None],
+        sums: npt.NDArray[np.uint64],
+    ) -> None:
+        """Send lent tiles in frames; what could not be lent is given up."""
+        found = [(row, place) for row, place in enumerate(places) if place is not None]
+        most = max(1, _FRAME_BYTES // layout.num_bytes)
+        for at in range(0, len(found), most):
+            some = found[at : at + most]
+            rows = [row for row, _ in some]
+            pieces = [piece for _, place in some for piece in pieces_of(place, layout)]
+            self._send_data(batch, [numbers[row] for row in rows], layers, pieces, sums[rows], layout.num_bytes)
+        if len(found) < len(numbers):
+            lost = next(number for number, place in zip(numbers, places, strict=True) if place is None)
+            self._give_up(batch, lost, "chunks_evicted")
+
+    def _send_data(
+        self,
+        batch: Batch,
+        numbers: Sequence[int],
+        layers: range,
+        pieces: Sequence[memoryview],
+        sums: npt.NDArray[np.uint64],
+        chunk_bytes: int,
+    ) -> None:
+        data, size = Data(batch.number, layers, numbers, sums), chunk_bytes * len(numbers)
+
+        def answered(body: bytes) -> None:
+            if len(body) != len(numbers):
+                raise WireError("an answer that does not fit its data")
+            lost = [i for i, code in zip(numbers, body, strict=True) if code and batch.states[i] == Sent.WANTED]
+            for i in numbers:
+                batch.acked[i].update(layers)
+            if lost:
+                self._counts["chunks_lost"] += batch.drop_from(min(lost))
+            self._settle(batch, numbers)
+
+        self._request(Type.DATA, data.encode(), answered, pieces, size)
+        for i in numbers:
+            batch.sent[i].update(layers)
+        self._counts["bytes"] += size
+        self._collect()  # answers must not pile up in the kernel
+
+    def _settle(self, batch: Batch, numbers: Sequence[int]) -> None:
+        """Chunks whose layers were all acknowledged are done; a batch whose chunks all are is over."""
+        for i in numbers:
+            if batch.states[i] != Sent.WANTED:
+                continue
+            mine = self._shard.owned(batch.chunks[i].number)[0].layers
+            if batch.acked[i].issuperset(mine):
+                batch.states[i] = Sent.DONE
+                self._counts["chunks_sent"] += 1
+        if not batch.is_open:
+            self._finish(batch)
+
+    def _give_up(self, batch: Batch, first: int, why: str) -> None:
+        self._counts[why] += batch.drop_from(first)
+        if batch.is_asked and batch.is_open and self._lane is not None:
+            self._request(Type.ABORT, Stop(batch.number, range(first, len(batch.chunks))).encode(), lambda body: None)
+        if not batch.is_open:
+            self._finish(batch)
+
+    def _finish(self, batch: Batch) -> None:
+        if batch not in self._batches:
+            return
+        self._forget(batch)
+        if self._lane is not None and batch.number:
+            self._request(Type.END, Stop(batch.number).encode(), lambda body: None)
+
+    def _forget(self, batch: Batch) -> None:
+        self._batches.remove(batch)
+        for chunk in batch.chunks:
+            left = [entry for entry in self._by_key.get(chunk.key, ()) if entry[0] is not batch]
+            if left:
+                self._by_key[chunk.key] = left
+            else:
+                self._by_key.pop(chunk.key, None)
+        batch.transfer.tell()
+
+    # ---- the connection -----------------------------------------------------------------------------------------
+    def _connect(self) -> None:
+        if self._lane is not None:
+            return
+        if self.is_dead:
+            raise PeerError(f"{self.address} failed a moment ago")
+        session = secrets.token_bytes(16)
+        self._lane, welcome = self._caller.call(self.address, session, self._settings)
+        self._silence_s = max(0.2, welcome.silence_ms / 1000)
+        self._spoke_s = time.monotonic()
+        self._counts["connected"] += 1
+
+    def _request(
+        self,
+        kind: Type,
+        meta: bytes,
+        answered: Callable[[bytes], None],
+        pieces: Sequence[memoryview] = (),
+        data_bytes: int = 0,
+    ) -> None:
+        assert self._lane is not None
+        self._number += 1
+        number = self._number & 0xFFFFFFFF
+        self._asked[number] = answered
+        deadline = time.monotonic() + self._settings.io_s + data_bytes / 10e6
+        self._lane.send(encode_frame(kind, meta, data_bytes=data_bytes, number=number), deadline, pieces)
+        self._spoke_s = time.monotonic()
+
+    def _hear(self) -> None:
+        """Take the answers that have come, and do what follows from them."""
+        self._collect()
+        while self._heard:
+            answered, body = self._heard.popleft()
+            answered(body)
+            self._collect()
+
+    def _collect(self) -> None:
+        while self._lane is not None and (self._lane.has_buffered or _readable(self._lane)):
+            header, body = self._lane.receive(time.monotonic() + self._settings.io_s)
+            answered = self._asked.pop(header.number, None)
+            if header.type != Type.ANSWER or header.data_bytes or answered is None:
+                raise WireError(f"a {header.type.name} frame that nobody asked for")
+            self._num_failures = 0
+            self._heard.append((answered, body))
+
+    def _disconnect(self) -> None:
+        lane, self._lane = self._lane, None
+        self._asked.clear()
+        self._heard.clear()
+        if lane is not None:
+            lane.close()
+
+    def _fail(self, error: PeerError) -> None:
+        """The connection is of no use any more. Where it merely ended (the peer was restarted, most likely), everything
+        is put once more over a new one; otherwise it is dropped, and the peer left alone for a while."""
+        was_silent = isinstance(error, PeerRefusedError) and error.code == Refusal.SILENCE  # this process was stopped
+        has_ended = self._lane is not None and (was_silent or isinstance(error, PeerGoneError))
+        self._disconnect()
+        if has_ended and not self._batches:
+            return
+        if has_ended:
+            for batch in [b for b in self._batches if b.num_tries > 1]:
+                self._counts["chunks_dropped"] += batch.drop_from(0)
+                self._forget(batch)
+            try:
+                for batch in list(self._batches):
+                    batch.again()
+                    self._ask(batch)
+                self._counts["reconnected"] += 1
+                return
+            except PeerError as other:
+                error = other
+                self._disconnect()
+        is_late = isinstance(error, PeerTimeoutError)
+        self._num_failures += 1
+        self._counts["timeouts" if is_late else "failures"] += 1
+        self.dead_until = time.monotonic() + self._settings.dead_s * (1 << min(3, self._num_failures) if is_late else 1)
+        log.warning("pushes to %s are dropped for a moment: %s", self.address, error)
+        self._drop_all()
+
+    def _drop_all(self) -> None:
+        for batch in list(self._batches):
+            self._counts["chunks_dropped"] += batch.drop_from(0)
+            self._forget(batch)
+
+
+def _readable(lane: tcp.Connection) -> bool:
+    poller = select.poll()
+    poller.register(lane.fileno(), select.POLLIN)
+    return bool(poller.poll(0))

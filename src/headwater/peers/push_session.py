@@ -1,0 +1,190 @@
+"""One caller's pushes: its puts, their data straight into extents, and the end of all of it when it goes.
+
+A session is all connections (lanes) of one rank to this receiver. They fail together: whatever the session began and
+did not finish is aborted when the first of them ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from headwater.errors import PeerRefusedError, WireError
+from headwater.kv.encoding import RAW
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import Shard
+from headwater.peers.carriers.tcp import Connection
+from headwater.peers.hello import Hello
+from headwater.peers.landing import Landing, Part
+from headwater.peers.tiles import Layout, alike, layouts_of, pieces_of
+from headwater.peers.wire import Data, Header, Put, Refusal, Stop, Type, encode_frame
+from headwater.pool.match import Match
+from headwater.pool.space import Space
+from headwater.stores.base import Status
+
+MAX_PUTS = 1024
+_SCRATCH_BYTES = 1 << 20
+_ANSWER_S = 5.0
+
+
+@dataclass(eq=False)
+class OpenPut:
+    """Chunks that a session has announced."""
+
+    chunks: tuple[ChunkRef, ...]
+    shard: Shard
+    parts: list[Part | Status]
+
+
+class _Piece(NamedTuple):
+    """One chunk's part of a data frame."""
+
+    number: int
+    layout: Layout
+    first_sum: int
+    part: Part | None
+    """None: its bytes are for nobody."""
+
+
+class PushSession:
+    """See the module. Each lane has a thread of its own, which calls `handle`."""
+
+    def __init__(self, hello: Hello, space: Space, landing: Landing) -> None:
+        self.hello = hello
+        self._space = space
+        self._landing = landing
+        self._puts: dict[int, OpenPut] = {}
+        self._lock = threading.Lock()
+        self._lanes: list[Connection] = []
+        self._is_over = False
+        self.heard_s = time.monotonic()
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something is pending that only this session can finish."""
+        with self._lock:
+            parts = [part for put in self._puts.values() for part in put.parts if isinstance(part, Part)]
+        return any(part.tiles_left and not part.filling.is_dead for part in parts)
+
+    def join(self, lane: Connection) -> bool:
+        """Another connection of the session; False where it is over."""
+        with self._lock:
+            if self._is_over:
+                return False
+            self._lanes.append(lane)
+            return True
+
+    def end(self) -> None:
+        """Give everything up, and end all lanes. Idempotent."""
+        with self._lock:
+            lanes, self._lanes = self._lanes, []
+            puts, self._puts = list(self._puts.values()), {}
+            self._is_over = True
+        for lane in lanes:
+            lane.shut()
+        self._landing.abort_parts([part for put in puts for part in put.parts if isinstance(part, Part)])
+
+    # ---- frames -------------------------------------------------------------------------------------------------
+    def handle(self, lane: Connection, header: Header, meta: bytes, deadline: float) -> None:
+        """Do what a frame says, and answer it. Raises PeerError where the connection must be closed."""
+        body = b""
+        if header.type == Type.PUT:
+            body = self._put(Put.decode(meta, self._space.chunk_tokens))
+        elif header.type == Type.DATA:
+            body = self._data(lane, Data.decode(meta), header.data_bytes, deadline)
+        elif header.type in (Type.END, Type.ABORT):
+            self._stop(Stop.decode(meta), is_end=header.type == Type.END)
+        elif header.type != Type.PING:
+            raise WireError(f"a {header.type.name} frame has no place in a push")
+        lane.send(encode_frame(Type.ANSWER, body, number=header.number), time.monotonic() + _ANSWER_S)
+
+    def _put(self, put: Put) -> bytes:
+        spec, shard = self._space.spec, put.shard
+        if shard.layers.stop > spec.num_layers or shard.heads.stop > spec.num_kv_heads or not shard.num_tiles:
+            raise WireError(f"a put of layers {shard.layers} and heads {shard.heads} of {spec}")
+        if put.encoding != RAW or put.put in self._puts:
+            raise WireError("a put in an unknown encoding, or under a number that is taken")
+        if len(self._puts) >= MAX_PUTS:
+            raise PeerRefusedError(f"{MAX_PUTS} puts are open", Refusal.TOO_MANY)
+        self._space.adopt(put.chunks[0].root, put.root_payload)
+        parts = self._landing.reserve(self, self.hello.server, self._space, put.chunks, shard)
+        there = [chunk for chunk, part in zip(put.chunks, parts, strict=True) if part == Status.EXISTS]
+        if there:  # about to be read: not the next to be evicted
+            self._space.lease(Match((there[-1],)), f"peer-{id(self)}").release()
+        with self._lock:
+            if not self._is_over:
+                self._puts[put.put] = OpenPut(put.chunks, shard, parts)
+        if self._is_over:
+            self._landing.abort_parts([part for part in parts if isinstance(part, Part)])
+        return bytes([Status.OK if isinstance(part, Part) else part for part in parts])
+
+    def _data(self, lane: Connection, data: Data, num_bytes: int, deadline: float) -> bytes:
+        """Receive straight into extents. Nothing is received before every length has been checked."""
+        put, spec = self._puts.get(data.put), self._space.spec
+        if put is None or data.chunks[-1] >= len(put.chunks) or data.layers.stop > spec.num_layers:
+            raise WireError("data of chunks or layers that were not put")
+        layouts = layouts_of(spec, put.shard, [put.chunks[number] for number in data.chunks], data.layers)
+        pieces, size, num_sums = list[_Piece](), 0, 0
+        for number, layout in zip(data.chunks, layouts, strict=True):
+            part = put.parts[number]
+            pieces.append(_Piece(number, layout, num_sums, part if isinstance(part, Part) else None))
+            size += layout.num_bytes
+            num_sums += layout.num_tiles
+        if size != num_bytes or num_sums != data.sums.size:
+            raise WireError(f"data of {num_bytes} bytes and {data.sums.size} checksums; expected {size} and {num_sums}")
+        if any(p.part is not None and not p.part.done.isdisjoint(p.layout.shard.layers) for p in pieces):
+            raise WireError("tiles that have come already")
+        entered = [p for p in pieces if p.part is not None and p.layout.num_bytes and self._landing.enter(p.part)]
+        inside = {p.number for p in entered}
+        targets: list[memoryview] = []
+        for piece in pieces:
+            if piece.part is not None and piece.number in inside:
+                targets += pieces_of(piece.part.place, piece.layout)
+            else:
+                targets += self._waste(piece.layout.num_bytes)
+        try:
+            lane.receive_into(targets, deadline)
+            statuses = self._commit(data, pieces, entered)
+        finally:
+            self._landing.leave([p.part for p in entered if p.part is not None])
+        self._landing.counts["bytes"] += num_bytes
+        if any(statuses):
+            self._cut(put, min(p.number for p, status in zip(pieces, statuses, strict=True) if status))
+        return bytes(statuses)
+
+    def _commit(self, data: Data, pieces: Sequence[_Piece], entered: Sequence[_Piece]) -> list[Status]:
+        statuses = {piece.number: Status.LOST if piece.layout.num_bytes else Status.OK for piece in pieces}
+        for group in alike([piece.layout for piece in entered]).values():
+            members = [entered[at] for at in group]
+            layout = members[0].layout
+            rows = np.array([piece.first_sum for piece in members])[:, None] + np.arange(layout.num_tiles)
+            shape = len(members), len(layout.shard.layers), len(layout.shard.heads)
+            parts = [piece.part for piece in members if piece.part is not None]
+            outcome = self._landing.commit(parts, layout, data.sums[rows].reshape(shape))
+            statuses.update(zip([piece.number for piece in members], outcome, strict=True))
+        return [statuses[piece.number] for piece in pieces]
+
+    def _waste(self, size: int) -> list[memoryview]:
+        whole, rest = divmod(size, _SCRATCH_BYTES)
+        return [self._scratch] * whole + ([self._scratch[:rest]] if rest else [])
+
+    def _stop(self, stop: Stop, *, is_end: bool) -> None:
+        put = self._puts.get(stop.put)
+        if put is None:
+            return
+        if is_end:
+            with self._lock:
+                self._puts.pop(stop.put, None)
+            self._landing.abort_parts([part for part in put.parts if isinstance(part, Part)])
+        elif stop.chunks:
+            self._cut(put, min(stop.chunks))
+
+    def _cut(self, put: OpenPut, first: int) -> None:
+        """Chunks of a put from this one on will not be complete: without it nobody could find the others."""
+        self._landing.abort_parts([part for part in put.parts[first:] if isinstance(part, Part)])
