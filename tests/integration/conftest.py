@@ -11,6 +11,8 @@ import pytest
 
 if TYPE_CHECKING:
     from fake_server import Server
+    from fake_upstream import FakeUpstream
+    from proxy_process import ProxyProcess
 
 
 @pytest.fixture
@@ -22,6 +24,36 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
         def start(**options: Any) -> Server:
             made = Server(tmp_path / "aborts", **options)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+@pytest.fixture
+def upstream() -> Iterator[Callable[..., FakeUpstream]]:
+    """Makes servers that behave as a test wants, and stops them when it ends."""
+    from fake_upstream import FakeUpstream
+
+    with ExitStack() as stack:
+
+        def make(*args: Any, **options: Any) -> FakeUpstream:
+            made = FakeUpstream(*args, **options)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def proxy() -> Iterator[Callable[..., ProxyProcess]]:
+    """Starts `headwater proxy` or `headwater router` with the arguments given, and stops it when the test ends."""
+    from proxy_process import ProxyProcess
+
+    with ExitStack() as stack:
+
+        def start(*args: str) -> ProxyProcess:
+            made = ProxyProcess(*args)
             stack.callback(made.close)
             return made
 

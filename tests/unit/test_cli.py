@@ -733,7 +733,9 @@ def test_a_pool_is_looked_at_as_it_is_whatever_sizes_the_url_asks_for(cli: Cli, 
             open_pool(f"{url}?{options}")
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("generate",), ("pool",), ("pool", "ls"), ("bench", "vllm")])
+@pytest.mark.parametrize(
+    "command", [(), ("serve",), ("proxy",), ("router",), ("generate",), ("pool",), ("pool", "ls"), ("bench", "vllm")]
+)
 def test_help_names_every_option_whole_at_80_columns(
     cli: Cli, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,10 +31,12 @@ MAY_IMPORT["models"] = {"kv", "kernels"}
 MAY_IMPORT["integrations"] = {"kv", "stores", "pool", "peers", "transfer", "connector", "models"}
 MAY_IMPORT["engine"] = {"kv", "stores", "pool", "peers", "transfer", "connector", "kernels", "models"}
 MAY_IMPORT["serve"] = MAY_IMPORT["engine"] | {"engine", "integrations"}
+# `serve` only for HTTP, `models` only for tokenizers: a proxy loads no engine (tests/unit/test_proxy_parts.py).
+MAY_IMPORT["proxy"] = {"kv", "stores", "pool", "peers", "models", "serve"}
 MAY_IMPORT["sim"] = {"kv", "pool"}
-MAY_IMPORT["bench"] = MAY_IMPORT["serve"] | {"serve"}
+MAY_IMPORT["bench"] = MAY_IMPORT["serve"] | {"serve", "proxy"}
 # ROOT is the facade, `from headwater import X`. Inside the library it would lead around every rule above.
-MAY_IMPORT["cli"] = MAY_IMPORT["serve"] | {"serve", "sim", "bench", ROOT}
+MAY_IMPORT["cli"] = MAY_IMPORT["serve"] | {"serve", "proxy", "sim", "bench", ROOT}
 
 # Top-level modules ("") are imported by the others, so what they load, kv loads.
 WITHOUT_TORCH = {"", "kv", "stores", "pool", "peers"}

@@ -23,11 +23,13 @@ from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineError, RequestError
 from headwater.serve import app as app_module
 from headwater.serve import local
-from headwater.serve.app import ClientStalledError, impatient
+from headwater.serve import sending as sending_module
 from headwater.serve.client import Job
+from headwater.serve.http import bound_socket
 from headwater.serve.messages import Abort, Outputs
 from headwater.serve.openai import LARGE_BODY_BYTES, Call, parse_completion
-from headwater.serve.server import _bound_socket, _in_daemon_thread
+from headwater.serve.sending import ClientStalledError, impatient
+from headwater.serve.server import _in_daemon_thread
 from serve_rig import EOS, OWN_EOS, ByteTokenizer, Rig, call, with_rig
 
 
@@ -68,7 +70,7 @@ def test_calls_that_are_being_tokenised_count() -> None:
 def test_a_client_that_stalls_is_given_up_and_its_work_aborted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stalls_at: int
 ) -> None:
-    monkeypatch.setattr(app_module, "SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(sending_module, "SEND_TIMEOUT_S", 0.05)
     tried: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -92,8 +94,8 @@ def test_a_client_that_stalls_is_given_up_and_its_work_aborted(
 
 
 def test_a_large_body_is_sent_in_pieces_each_with_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "SEND_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(app_module, "SEND_BYTES", 10)
+    monkeypatch.setattr(sending_module, "SEND_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(sending_module, "SEND_BYTES", 10)
     sent: list[Any] = []
 
     async def slow(message: Any) -> None:
@@ -106,7 +108,7 @@ def test_a_large_body_is_sent_in_pieces_each_with_its_own_deadline(monkeypatch: 
     assert b"".join(message["body"] for message in sent) == body
     assert [message["more_body"] for message in sent] == [True] * 4 + [False]
 
-    monkeypatch.setattr(app_module, "SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(sending_module, "SEND_TIMEOUT_S", 0.05)
 
     async def never(message: Any) -> None:
         await asyncio.Event().wait()
@@ -291,11 +293,11 @@ def test_the_terminal_s_engine_is_told_of_an_end_id_that_only_the_tokenizer_name
 
 
 def test_a_port_that_is_taken_cannot_be_taken_again_before_it_is_served() -> None:
-    with _bound_socket("127.0.0.1", 0) as sock:
+    with bound_socket("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
-        with pytest.raises(OSError, match="choose another"), _bound_socket("127.0.0.1", port):
+        with pytest.raises(OSError, match="choose another"), bound_socket("127.0.0.1", port):
             pass
-    with _bound_socket("127.0.0.1", port):
+    with bound_socket("127.0.0.1", port):
         pass
 
 

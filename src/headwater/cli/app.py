@@ -13,11 +13,14 @@ from headwater.cli.convert import convert
 from headwater.cli.demo.command import demo
 from headwater.cli.generate import generate
 from headwater.cli.pool import pool_app
+from headwater.cli.proxy import SeveralValues, proxy, router
 from headwater.cli.serve import serve
 
 # Plain help: Rich's tables cut the names of options where a terminal has 80 columns.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(serve)
+app.command(cls=SeveralValues)(proxy)
+app.command()(router)
 app.command()(generate)
 app.command()(chat)
 app.command()(convert)

@@ -127,6 +127,31 @@ def bench_peers(
         _print_peers(report)
 
 
+@bench_app.command("router")
+def bench_router(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    requests: Annotated[int, typer.Option(help="Requests of the simulated workload.", min=200)] = 12_000,
+    model: Annotated[str, typer.Option(help="What the two real servers serve.")] = "smollm2",
+    real: Annotated[bool, typer.Option("--real/--no-real", help="Two real servers on the CPU as well.")] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="Small, without real servers: a smoke test.")] = False,
+) -> None:
+    """Choose servers by what they have cached, in turns and with an ideal index: cached tokens, balance, cost."""
+    from headwater.cli.output import print_json
+
+    with needs_extra("proxy"):
+        from headwater.bench import router, router_real, router_sim
+
+    full = router.RouterBench(
+        work=router_sim.Workload(num_requests=requests),
+        real=router_real.RealBench(model=model) if real else None,
+    )
+    report = router.run(router.QUICK if quick else full, _note)
+    if as_json:
+        print_json(_rounded(report))
+    else:
+        _print_router(report)
+
+
 @bench_app.command("ttft")
 def bench_ttft(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
@@ -331,6 +356,33 @@ def _print_ttft(report: dict[str, Any]) -> None:
         if report.get(name):
             times.add_row(str(report[name]), "")
     _print_tables(report, times)
+
+
+_ROUTER_ROWS = (
+    ("simulated, {num_requests} requests: cached share of prompt tokens", "cached_share"),
+    ("  with an index without delay", "ideal_cached_share"),
+    ("  without events", "history_cached_share"),
+    ("  in turns", "round_robin_cached_share"),
+    ("busiest server by the mean", "busiest_over_mean"),
+    ("  all prompts alike, server by the first block", "first_block_busiest_over_mean"),
+    ("hashing {decision_tokens} tokens, ms", "hash_ms"),
+    ("  and choosing a server, ms", "decision_ms"),
+    ("two real servers: cached share", "real_cached_share"),
+    ("  in turns", "real_round_robin_cached_share"),
+    ("  repeated tokens", "real_ideal_cached_share"),
+)
+
+
+def _print_router(report: dict[str, Any]) -> None:
+    from headwater.cli.output import table
+
+    figures = table("router", ">")
+    for title, name in _ROUTER_ROWS:
+        if report.get(name) is not None:
+            figures.add_row(title.format_map(report), f"{report[name]:.4g}")
+    if report.get("real_reason"):
+        figures.add_row(str(report["real_reason"]), "")
+    _print_tables(report, figures)
 
 
 def _print_tables(report: dict[str, Any], *figures: Any) -> None:

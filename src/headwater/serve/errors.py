@@ -26,6 +26,7 @@ STATUS_OF_CODE = {
     "overloaded": 429,
     "headers_too_large": 431,
     "engine_hung": 503,
+    "no_server": 503,
     "server_busy": 503,
 }
 """Codes of a RequestError that do not mean 400."""

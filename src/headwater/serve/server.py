@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import uvicorn
-
 from headwater import __version__
 from headwater.engine.config import EngineConfig
-from headwater.serve.app import SEND_TIMEOUT_S, AppConfig, create_app
+from headwater.serve.app import AppConfig, create_app
 from headwater.serve.client import WORKER_COMMAND, EngineClient
 from headwater.serve.config import ServerConfig
-from headwater.serve.connections import KEEP_ALIVE_S, Connections, WatchedProtocol
+from headwater.serve.connections import Connections
 from headwater.serve.generation import Generator, Tokenizer
-from headwater.serve.listener import Listener
+from headwater.serve.http import HttpServer, bound_socket, stop_signals, url_of
 from headwater.serve.messages import Ready
 from headwater.serve.metrics import ServerMetrics
 from headwater.serve.tls import load_certificate
 
 STOP_GRACE_S = 1
 """How long a client may take to read the error that ends its request when the server stops."""
-EARLY_BACKLOG = 16
-"""Connections that may wait while the model is loading."""
 
 _Result = TypeVar("_Result")
 
@@ -74,7 +69,7 @@ async def _run(
     worker_command: Sequence[str],
 ) -> int:
     certificate = load_certificate(config.ssl_certfile, config.ssl_keyfile)
-    with _bound_socket(config.host, config.port) as sock, _stop_signals() as stop:
+    with bound_socket(config.host, config.port) as sock, stop_signals() as stop:
         stopping = asyncio.create_task(stop.wait())
         starting = asyncio.create_task(_start(config.engine, load_tokenizer, hooks, worker_command))
         await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +109,7 @@ async def _serve(
         await asyncio.wait({listening, serving}, return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
             scheme = "http" if certificate is None else "https"
-            hooks.on_ready(client.ready, model, _url(scheme, config.host, sock.getsockname()[1]))
+            hooks.on_ready(client.ready, model, url_of(scheme, config.host, sock.getsockname()[1]))
         await asyncio.wait({stopping, dying, serving}, return_when=asyncio.FIRST_COMPLETED)
         if client.death is not None:
             hooks.on_death(str(client.death))
@@ -183,7 +178,7 @@ async def _in_daemon_thread(work: Callable[[], _Result]) -> _Result:
     return await done
 
 
-def _make_server(config: ServerConfig, generator: Generator, certificate: ssl.SSLContext | None) -> _Server:
+def _make_server(config: ServerConfig, generator: Generator, certificate: ssl.SSLContext | None) -> HttpServer:
     app = create_app(
         generator,
         AppConfig(
@@ -196,88 +191,5 @@ def _make_server(config: ServerConfig, generator: Generator, certificate: ssl.SS
             requires_cache_salt=config.requires_cache_salt,
         ),
     )
-    settings = uvicorn.Config(
-        app,
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        log_level="error",  # a client shall not fill the log with warnings
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=STOP_GRACE_S,
-    )
-    return _Server(settings, Connections(config.max_connections, config.header_timeout_s), certificate)
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers (ours are there before the engine starts), with our bounds for connections,
-    and saying when it listens."""
-
-    def __init__(self, config: uvicorn.Config, connections: Connections, certificate: ssl.SSLContext | None) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-        self._connections = connections
-        self._certificate = certificate
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        def protocol() -> WatchedProtocol:
-            return WatchedProtocol(self._connections, config=self.config, server_state=self.server_state, app_state={})
-
-        self.servers = [
-            Listener(sock, self._connections, protocol, self._certificate, self.config.backlog)  # type: ignore[misc]
-            for sock in sockets or []
-        ]
-        self.started = True
-        self.listening.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@contextmanager
-def _stop_signals() -> Iterator[asyncio.Event]:
-    """An event that Ctrl-C and `kill` set, instead of ending the process wherever it is."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.getsignal(number) for number in numbers]
-    for number in numbers:
-        loop.add_signal_handler(number, stop.set)
-    try:
-        yield stop
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """The port, taken before the model is loaded: better to hear at once that it is busy.
-
-    It listens at once, because only a port that somebody listens on is refused to others; who connects early waits.
-    """
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, number)
-    except OSError as error:
-        raise OSError(f"cannot listen on {host}: {error.strerror}; choose another address with --host") from error
-    with sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Connections inherit it: the kernel ends one whose client reads nothing for so long, and frees its buffers.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_TIMEOUT_S * 1000))
-        try:
-            sock.bind(address)
-            sock.listen(EARLY_BACKLOG)
-        except OSError as error:
-            text = f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host"
-            raise OSError(text) from error
-        yield sock
-
-
-def _url(scheme: str, host: str, port: int) -> str:
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    connections = Connections(config.max_connections, config.header_timeout_s)
+    return HttpServer(app, connections, certificate, grace_s=STOP_GRACE_S)
