@@ -11,7 +11,7 @@ from headwater.stores import open_store
 from headwater.stores.base import Store
 from headwater.stores.config import find_pool
 from headwater.stores.embedded import store_directory
-from headwater.stores.remote import connect
+from headwater.stores.remote import connect, open_source
 from headwater.stores.url import DEFAULT_URL, StoreUrl
 
 _PATIENCE_S = 5.0
@@ -50,6 +50,10 @@ def unreachable(text: str | None) -> dict[str, str]:
 def why_unreachable(url: StoreUrl) -> str | None:
     """Why a remote store does not answer; None if it does."""
     try:
+        if url.is_read_only:
+            with closing(open_source(url)) as source:
+                source.ping()
+            return None
         with closing(connect(url)) as client:
             client.ping(time.monotonic() + _PATIENCE_S)
     except (HeadwaterError, OSError) as error:
