@@ -321,7 +321,7 @@ def test_noise_is_never_more_than_a_wire_error(noise: bytes, count: int) -> None
         pull_wire.decode_exists,
         pull_wire.decode_events,
         pull_wire.PageReader().decode,
-        pull_wire.decode_position,
+        pull_wire.EventPlace.decode,
         lambda meta: pull_wire.decode_run_answer(meta, count),
         lambda meta: pull_wire.decode_ages(meta, count),
         lambda meta: pull_wire.decode_read_answer(meta, count, 3),

@@ -43,6 +43,7 @@ _PAGE = struct.Struct("<BIII")
 _ENTRY = struct.Struct("<32sIIIQQB3x")
 _EVENTS = struct.Struct("<QI")
 _EVENT = struct.Struct("<QB8sII32sQ")
+_PLACE = struct.Struct("<Q32s")
 _TAIL, _PINNED, _LEASED = 1, 2, 4
 _MAX_TAILS = 64
 
@@ -269,13 +270,20 @@ def decode_events(meta: bytes) -> tuple[int, list[Event]]:
     return position, events
 
 
-def encode_position(position: int) -> bytes:
-    """A place in a pool's events."""
-    return position.to_bytes(8, "little")
+class EventPlace(NamedTuple):
+    """A place in the events of one particular pool. In a FOLLOW: after which to begin; in its answer: where that is."""
 
+    position: int = FROM_NOW
+    home: bytes = NOBODY
+    """Names the pool, so that a place in another one that was made under the same name is not taken for this one's."""
 
-def decode_position(meta: bytes) -> int:
-    """Read what `encode_position` wrote. Raises WireError."""
-    if len(meta) != 8:
-        raise WireError("a place in the events has 8 bytes")
-    return int.from_bytes(meta, "little")
+    def encode(self) -> bytes:
+        """The meta part of a FOLLOW, and of its answer."""
+        return _PLACE.pack(*self)
+
+    @classmethod
+    def decode(cls, meta: bytes) -> EventPlace:
+        """Read what `encode` wrote. Raises WireError."""
+        if len(meta) != _PLACE.size:
+            raise WireError("a place in the events of another size")
+        return cls(*_PLACE.unpack(meta))

@@ -31,6 +31,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import WHOLE, Shard, Split
 from headwater.locks import ForkSafeLock
 from headwater.peers.channels import Channels, ChannelSettings
+from headwater.peers.follow import PeerFollower
 from headwater.peers.pull_wire import (
     MAX_KEYS,
     NOBODY,
@@ -55,7 +56,6 @@ from headwater.stores.base import (
     check_extents,
 )
 from headwater.stores.breaker import CircuitBreaker
-from headwater.stores.events import Follower
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.memory import Memory
 from headwater.stores.remote.store import DEFAULT_DEADLINE_S, DEFAULT_LOOKUP_S
@@ -104,6 +104,7 @@ class PeerStore:
         self._space: SpaceRef | None = None
         """Of the last question: keys alone can be asked about in any space."""
         self._lock = ForkSafeLock()
+        self._followers: list[PeerFollower] = []
 
     @property
     def home(self) -> str:
@@ -339,9 +340,12 @@ class PeerStore:
         """Nothing: a pool is checked on its own host."""
         return VerifyReport(0, 0, 0, 0, 0, ())
 
-    def follow(self, since: int | None = None) -> Follower:
-        """Not here: see `peers.follow`."""
-        raise InvalidArgumentError(f"the events of {self.url} are followed with headwater.peers.follow")
+    def follow(self, since: int | None = None) -> PeerFollower:
+        """See `stores.base.Store.follow`, and `peers.follow`: the events of the other host's first tier. Waits for a
+        connection no longer than for a look-up."""
+        follower = PeerFollower(self._channels, str(self.url), since, self.lookup_s)
+        self._followers.append(follower)
+        return follower
 
     # ---- everything else is the other host's business ------------------------------------------------------------
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> NoReturn:
@@ -378,6 +382,8 @@ class PeerStore:
     def close(self) -> None:
         """See `stores.base.Store.close`."""
         self._guard.close()
+        for follower in self._followers:
+            follower.close()
         self._channels.close()
 
     def _deadline(self, deadline_s: float | None) -> float:

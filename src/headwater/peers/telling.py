@@ -6,24 +6,27 @@ the ring goes over that place meanwhile, it is told LOST and reads the listing a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 
-from headwater.errors import WireError
+from headwater.errors import PeerGoneError, WireError
 from headwater.peers.carriers.tcp import Connection
 from headwater.peers.hello import Hello
 from headwater.peers.pull_wire import (
     FROM_NOW,
     MAX_EVENTS,
-    decode_position,
+    NOBODY,
+    EventPlace,
     encode_events,
     encode_pages,
-    encode_position,
 )
 from headwater.peers.serving import Lanes
 from headwater.peers.wire import Header, Type, encode_frame
 from headwater.stores.base import Store
+from headwater.stores.events import Event, EventKind, Follower
 
 _SEND_S = 5.0
 _POLL_S = 0.01
@@ -43,7 +46,7 @@ class TellingSession(Lanes):
         if header.data_bytes:
             raise WireError("a follower brings no data")
         if header.type == Type.FOLLOW:
-            self._follow(lane, header.number, decode_position(meta))
+            self._follow(lane, header.number, EventPlace.decode(meta))
         elif header.type == Type.LIST:
             for page in encode_pages(self._store.scan()):
                 self._answer(lane, header.number, page)
@@ -57,13 +60,29 @@ class TellingSession(Lanes):
     def _answer(self, lane: Connection, number: int, body: bytes) -> None:
         lane.send(encode_frame(Type.ANSWER, body, number=number), time.monotonic() + _SEND_S)
 
-    def _follow(self, lane: Connection, number: int, since: int) -> None:
-        follower = self._store.follow(None if since == FROM_NOW else since)
-        self._answer(lane, number, encode_position(follower.position))
+    def _follow(self, lane: Connection, number: int, since: EventPlace) -> None:
+        home = hashlib.sha256(self._store.home.encode()).digest()
+        tier = self._store.stats().url.partition(":")[0]
+        is_known = since.home in (home, NOBODY) and since.position != FROM_NOW
+        follower = self._store.follow(since.position if is_known else None)
+        self._answer(lane, number, EventPlace(follower.position, home).encode())
+        if since.home not in (home, NOBODY):
+            self._send(lane, number, follower.position, [Event(follower.position, EventKind.LOST, "")])
         while not self.is_over:
-            events, end = follower.poll(MAX_EVENTS - 1), time.monotonic() + HEARTBEAT_S
+            events, end = _poll(follower), time.monotonic() + HEARTBEAT_S
             while not events and time.monotonic() < end and not self.is_over:
                 time.sleep(_POLL_S)
-                events = follower.poll(MAX_EVENTS - 1)
-            body = encode_events(follower.position, events)
-            lane.send(encode_frame(Type.EVENTS, body, number=number), time.monotonic() + _SEND_S)
+                events = _poll(follower)
+            # Of slower tiers a follower has no listing, so their events would mean nothing.
+            self._send(lane, number, follower.position, [event for event in events if event.tier in ("", tier)])
+
+    def _send(self, lane: Connection, number: int, position: int, events: Sequence[Event]) -> None:
+        frame = encode_frame(Type.EVENTS, encode_events(position, events), number=number)
+        lane.send(frame, time.monotonic() + _SEND_S)
+
+
+def _poll(follower: Follower) -> list[Event]:
+    try:
+        return follower.poll(MAX_EVENTS - 1)
+    except ValueError as error:  # the mapping was closed
+        raise PeerGoneError("the pool was closed") from error
