@@ -29,6 +29,10 @@ if TYPE_CHECKING:
         HeadwaterError,
         IdentityError,
         InvalidArgumentError,
+        PeerError,
+        PeerGoneError,
+        PeerRefusedError,
+        PeerTimeoutError,
         SettingsMismatchError,
         SpecError,
         SpecMismatchError,
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
         TopologyError,
         UrlError,
         WeightsChangedError,
+        WireError,
     )
     from headwater.kv.checkpoint import digest_checkpoint
     from headwater.kv.hashing import ChunkKeys, ChunkRef, Extra
@@ -62,8 +67,9 @@ _HOMES = {
     "headwater.errors": (
         "BackendError BufferMismatchError CapacityError ConfigError DeadlineError EngineConfigError EngineDeadError "
         "EngineError FormatVersionError HeadwaterError IdentityError InvalidArgumentError MemoryBudgetError ModelError "
-        "RequestError SettingsMismatchError SpecError SpecMismatchError StoreClosedError StoreDamagedError "
-        "StoreError StorePermissionError TokenError TopologyError UrlError WeightsChangedError"
+        "PeerError PeerGoneError PeerRefusedError PeerTimeoutError RequestError SettingsMismatchError SpecError "
+        "SpecMismatchError StoreClosedError StoreDamagedError "
+        "StoreError StorePermissionError TokenError TopologyError UrlError WeightsChangedError WireError"
     ),
     "headwater.kv.checkpoint": "digest_checkpoint",
     "headwater.kv.hashing": "ChunkKeys ChunkRef Extra",
@@ -105,6 +111,10 @@ __all__ = [
     "Match",
     "MemoryBudgetError",
     "ModelError",
+    "PeerError",
+    "PeerGoneError",
+    "PeerRefusedError",
+    "PeerTimeoutError",
     "Piece",
     "Plane",
     "Pool",
@@ -132,6 +142,7 @@ __all__ = [
     "UrlError",
     "VerifyReport",
     "WeightsChangedError",
+    "WireError",
     "__version__",
     "digest_checkpoint",
     "open_pool",

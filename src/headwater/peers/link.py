@@ -21,14 +21,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from headwater.errors import HeadwaterError, PeerError, PeerGoneError, PeerTimeoutError, WireError
+from headwater.errors import HeadwaterError, PeerError, PeerGoneError, PeerRefusedError, PeerTimeoutError, WireError
 from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress
 from headwater.peers.caller import Caller
 from headwater.peers.carriers import tcp
 from headwater.peers.outgoing import Batch, Sent, Transfer, consecutive, settle_put
 from headwater.peers.tiles import alike, layouts_of, pieces_of
-from headwater.peers.wire import Data, Put, Stop, Type, encode_frame
+from headwater.peers.wire import Data, Put, Refusal, Stop, Type, encode_frame
 from headwater.pool.space import Space
 from headwater.stores.base import Status
 
@@ -406,7 +406,8 @@ class Link:
     def _fail(self, error: PeerError) -> None:
         """The connection is of no use any more. Where it merely ended (the peer was restarted, most likely), everything
         is put once more over a new one; otherwise it is dropped, and the peer left alone for a while."""
-        has_ended = self._lane is not None and isinstance(error, PeerGoneError)
+        was_silent = isinstance(error, PeerRefusedError) and error.code == Refusal.SILENCE  # this process was stopped
+        has_ended = self._lane is not None and (was_silent or isinstance(error, PeerGoneError))
         self._disconnect()
         if has_ended and not self._batches:
             return
