@@ -41,6 +41,14 @@ def open_existing(text: str | None) -> Store:
     return open_store(DEFAULT_URL if text is None else text, create=False)
 
 
+def open_own(text: str | None) -> Store:
+    """`open_existing`, for what changes a pool or reads all of it. Raises UrlError for the pool of another host."""
+    urls = find_pool(DEFAULT_URL if text is None else text).urls
+    if urls[0].is_read_only:
+        raise UrlError(f"{urls[0]} is the pool of another host, and only read from here; give the command there")
+    return open_existing(text)
+
+
 def unreachable(text: str | None) -> dict[str, str]:
     """The remote tiers of a pool that do not answer, and what they say instead."""
     tiers = [tier for tier in find_pool(DEFAULT_URL if text is None else text).urls if tier.is_remote]

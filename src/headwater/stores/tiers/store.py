@@ -328,9 +328,9 @@ class TieredStore:
         return max(removed)
 
     def scan(self) -> Iterator[ChunkInfo]:
-        """See `stores.base.Store.scan`: each chunk once, as the fastest tier has it."""
+        """See `stores.base.Store.scan`: each chunk once, as the fastest tier has it. Other hosts list their own."""
         seen: set[bytes] = set()
-        for store in (self._front, *(tier.store for tier in self._tiers)):
+        for store in (self._front, *(tier.store for tier in self._tiers if tier.mode != "never")):
             try:
                 for info in store.scan():
                     if info.key not in seen:
