@@ -30,7 +30,7 @@ class TierStats:
 
     url: str
     write: str
-    """How it is filled: `first`, `through`, `back` or `demote`."""
+    """How it is filled: `first`, `through`, `back`, `demote`, or `never` (it is only read)."""
     hits: int = 0
     hit_bytes: int = 0
     misses: int = 0
