@@ -170,6 +170,25 @@ def test_experts_on_other_numbers_of_ranks_share(
         assert cached[2] >= 256
 
 
+@pytest.mark.parametrize("load", ["async", "layerwise", "blocking"])
+def test_latents_are_loaded_in_every_way_into_every_layout(
+    load: str, expert_oracle: ExpertOracle, pool_url: str
+) -> None:
+    path, references = expert_oracle("deepseek_v3, yarn")
+    with Engine(small_config(path, pool=pool_url, cache_layout="page-first", page_size=48)) as writer:
+        got, _ = generate(writer, references)
+        check_tokens("writer", references, got, totals)
+        assert writer.drain_saves(WAIT_S)
+        writer.reset_prefix_cache()
+        got, cached = generate(writer, references)
+        check_tokens("writer, second time", references, got, totals)
+        assert cached[0] >= 512
+    with Engine(small_config(path, pool=pool_url, pool_load=load, tensor_parallel_size=2, page_size=32)) as reader:
+        got, cached = generate(reader, references)
+        check_tokens("reader", references, got, totals)
+        assert cached[0] >= 512
+
+
 @pytest.mark.parametrize(("family", "tp"), [("deepseek_v2", 2), ("deepseek_v3", 4), ("glm4_moe_lite", 2)])
 def test_every_rank_holds_the_latents_and_one_writes_them(
     family: str, tp: int, expert_oracle: ExpertOracle, pool_url: str
