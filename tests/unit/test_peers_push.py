@@ -22,10 +22,9 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Topology, whole_shard
 from headwater.peers import wire
 from headwater.peers.address import PeerAddress, parse_address
-from headwater.peers.caller import Caller
+from headwater.peers.caller import Caller, LinkSettings
 from headwater.peers.carriers.tcp import Connection
 from headwater.peers.hello import Hello, Role, describe_space, new_greeting, scope_of
-from headwater.peers.link import LinkSettings
 from headwater.peers.receiver import Receiver
 from headwater.peers.sender import PeerSender, transfer_name
 from headwater.pool.pool import Pool, open_pool
@@ -65,6 +64,33 @@ def test_a_prompt_arrives_whole() -> None:
         check_arrived(there, chunks)
         nothing_pending(other)
         assert receiver.landing.pending_bytes == 0
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_a_push_over_several_connections(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group of layers is divided among them; they are one session, and go together."""
+    monkeypatch.setattr("headwater.peers.link._DIVIDED_BYTES", 1)
+    with two_pools() as (one, other), receiving(other) as receiver:
+        here, there = open_space(one), open_space(other)
+        chunks, shard = prompt(here, 9, tail=7), whole_shard(here.spec)
+        with sending(here, lanes=lanes, eager_bytes=0) as (sender,):
+            transfer = transfer_id()
+            assert sender.push(transfer, str(receiver.address), chunks)
+            for first in range(0, 6, 2):
+                save(here, chunks, shard, range(first, first + 2))
+                sender.noted(chunks, range(first, first + 2))
+                _wait_for_layers(there, chunks, first + 2)
+            assert sender.flush(transfer, 10.0) == 9 * CHUNK + 7
+            assert (receiver.stats()["connections"], receiver.stats()["sessions"]) == (lanes, 1)
+            assert sender.counts["lane_bytes"] > sender.counts["bytes"] // 3
+            check_arrived(there, chunks)
+            more = prompt(here, 9, seed=1)
+            save(here, more, shard, range(3))
+            assert sender.push(transfer_id(), str(receiver.address), more)
+            sender.noted(more, range(3))
+            _wait_for_layers(there, more, 3)
+        wait_until(lambda: receiver.stats()["connections"] == 0, 10.0)
+        nothing_pending(other)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +317,25 @@ def test_a_rank_that_fails_ends_the_chunk_for_all_and_the_next_try_is_right() ->
                 assert sender.push(again, str(receiver.address), chunks)
             assert {sender.flush(again, 10.0) for sender in senders} == {3 * CHUNK}
         check_arrived(there, chunks)
+
+
+def test_a_chunk_that_is_taken_away_under_a_push_leaves_no_limbo() -> None:
+    with two_pools() as (one, other), receiving(other) as receiver:
+        here, there = open_space(one), open_space(other)
+        chunks, shard = prompt(here, 3), whole_shard(here.spec)
+        save(here, chunks, shard, range(3))
+        with sending(here) as (sender,):
+            transfer = transfer_id()
+            assert sender.push(transfer, str(receiver.address), chunks)
+            sender.noted(chunks, range(3))
+            _wait_for_layers(there, chunks, 3)
+            other.clear()
+            save(here, chunks, shard, range(3, 6))
+            sender.noted(chunks, range(3, 6))
+            assert sender.flush(transfer, 10.0) == 0
+            assert sender.counts["chunks_lost"] == 3
+        wait_until(lambda: other.stats().store.used_bytes == 0, 10.0, "nothing is in limbo")
+        assert receiver.landing.pending_bytes == 0
 
 
 def test_a_rank_that_never_comes_is_not_waited_for() -> None:

@@ -28,6 +28,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Topology, whole_shard
+from headwater.peers.caller import LinkSettings
 from headwater.peers.sender import PeerSender
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
@@ -49,6 +50,8 @@ class PushCase:
     num_layers: int
     num_chunks: int
     num_ranks: int = 1
+    num_lanes: int = 1
+    """Connections a rank; the bare sockets have one."""
 
     @property
     def spec(self) -> KVSpec:
@@ -80,6 +83,7 @@ class PeersBench:
         PushCase("128k", 256, 128, 25, 5),
         PushCase("1m", 256, 1024, 16, 2),
         PushCase("128k_2ranks", 256, 128, 25, 5, num_ranks=2),
+        PushCase("128k_2lanes", 256, 128, 25, 5, num_lanes=2),
     )
     rounds: int = 9
     seconds: float = 240.0
@@ -154,7 +158,7 @@ def _push(stack: contextlib.ExitStack, case: PushCase) -> Timed:
     space = here.space(IDENTITY, case.spec, chunk_tokens=case.chunk_tokens)
     chunks = _fill(space, case)
     senders = [
-        PeerSender(space, shard, server=1, rank=rank)
+        PeerSender(space, shard, server=1, rank=rank, settings=LinkSettings(lanes=case.num_lanes))
         for rank, shard in enumerate(Topology(tp=case.num_ranks).shards(case.spec))
     ]
     for sender in senders:

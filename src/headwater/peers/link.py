@@ -11,13 +11,11 @@ import logging
 import os
 import secrets
 import select
-import ssl
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,61 +23,26 @@ import numpy.typing as npt
 from headwater.errors import HeadwaterError, PeerError, PeerGoneError, PeerRefusedError, PeerTimeoutError, WireError
 from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress
-from headwater.peers.caller import Caller
+from headwater.peers.caller import Caller, LinkSettings
 from headwater.peers.carriers import tcp
+from headwater.peers.hello import MAX_LANES
+from headwater.peers.lanes import Lanes
 from headwater.peers.outgoing import Batch, Sent, Transfer, consecutive, settle_put
-from headwater.peers.tiles import Layout, alike, layouts_of, pieces_of
+from headwater.peers.tiles import Held, Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Put, Refusal, Stop, Type, encode_frame
 from headwater.pool.space import Space
-from headwater.stores.base import Loan, Place, Status
+from headwater.stores.base import Place, Status
 
 log = logging.getLogger("headwater")
 
 _FRAME_BYTES = 64 << 20
 """Of one data frame, about: what the peer notes and shows at a time, where the saver's groups are not smaller."""
+_DIVIDED_BYTES = 8 << 20
+"""From how much on a group of layers is divided among lanes."""
 _PATIENCE_S = 60.0
 """A transfer that nothing happens to for so long is dropped."""
 
-
-@dataclass(frozen=True)
-class LinkSettings:
-    """How a rank treats its peers."""
-
-    secret: bytes | None = field(default=None, repr=False)
-    tls: ssl.SSLContext | None = field(default=None, repr=False)
-    connect_s: float = 1.0
-    io_s: float = 3.0
-    """For one frame, beyond the time that its bytes take at 10 MB/s."""
-    dead_s: float = 0.25
-    """How long a peer is left alone after it failed. One that does not answer costs a deadline each time, so the time
-    is doubled with each failure, up to eight times as long."""
-    eager_bytes: int = 8 << 20
-    """What is present and no larger than this is sent with its announcement: should the peer have it, little is
-    wasted."""
-    max_queued: int = 4096
-    """Things that the thread may have before it; what comes beyond that is dropped."""
-
-
 Told = Callable[[], None]
-
-
-class _Held(NamedTuple):
-    """A loan of all of a rank's layers of some chunks of a batch."""
-
-    loan: Loan
-    numbers: Sequence[int]
-    layers: range
-
-    def has(self, numbers: Sequence[int]) -> bool:
-        """Whether these chunks are in it."""
-        places = self.loan.places
-        return all(places[self.numbers.index(number)] is not None for number in numbers)
-
-    def part(self, numbers: Sequence[int], layers: range) -> tuple[list[Place | None], npt.NDArray[np.uint64]]:
-        """Places and checksums of some chunks and layers."""
-        rows = [self.numbers.index(number) for number in numbers]
-        columns = [self.layers.index(layer) for layer in layers]
-        return [self.loan.places[row] for row in rows], self.loan.sums[np.ix_(rows, columns)]
 
 
 class Link:
@@ -106,6 +69,7 @@ class Link:
         self._num_failures = 0
         self._inbox: deque[Told] = deque()
         self._lane: tcp.Connection | None = None
+        self._lanes = Lanes()
         self._silence_s = 5.0
         self._spoke_s = 0.0
         self._number = 0
@@ -269,7 +233,8 @@ class Link:
         """Send what is in the own pool already, whether it was noted here or not."""
         wanted = [i for i, state in enumerate(batch.states) if not state.is_final and not self._is_sent(batch, i)]
         if wanted:
-            held = _Held(self._space.lend([batch.chunks[i] for i in wanted], self._mine), wanted, self._mine.layers)
+            loan = self._space.lend([batch.chunks[i] for i in wanted], self._mine)
+            held = Held(loan, {number: row for row, number in enumerate(wanted)}, self._mine.layers)
             try:
                 for i, place in zip(wanted, held.loan.places, strict=True):
                     if place is not None:
@@ -282,7 +247,7 @@ class Link:
     def _is_sent(self, batch: Batch, i: int) -> bool:
         return len(batch.sent[i]) == len(self._mine.layers)
 
-    def _send_ready(self, batch: Batch, numbers: Sequence[int], held: _Held | None = None) -> None:
+    def _send_ready(self, batch: Batch, numbers: Sequence[int], held: Held | None = None) -> None:
         """Send the layers of some chunks that are ready and were not sent, in groups. `held`: a loan of all layers."""
         runs: dict[range, list[int]] = {}
         for i in numbers:
@@ -296,7 +261,7 @@ class Link:
             for first in range(run.start, run.stop, step):
                 self._send_layers(batch, some, range(first, min(first + step, run.stop)), held)
 
-    def _send_layers(self, batch: Batch, wanted: Sequence[int], layers: range, held: _Held | None) -> None:
+    def _send_layers(self, batch: Batch, wanted: Sequence[int], layers: range, held: Held | None) -> None:
         """Send a group of layers of some chunks. A chunk that is not in the own pool any more is given up."""
         todo = [i for i in wanted if not batch.states[i].is_final]
         layouts = layouts_of(self._space.spec, self._shard, [batch.chunks[i] for i in todo], layers)
@@ -322,14 +287,21 @@ class Link:
         places: Sequence[Place | None],
         sums: npt.NDArray[np.uint64],
     ) -> None:
-        """Send lent tiles in frames; what could not be lent is given up."""
+        """Send lent tiles in frames, over all lanes; what could not be lent is given up."""
         found = [(row, place) for row, place in enumerate(places) if place is not None]
         most = max(1, _FRAME_BYTES // layout.num_bytes)
-        for at in range(0, len(found), most):
-            some = found[at : at + most]
-            rows = [row for row, _ in some]
-            pieces = [piece for _, place in some for piece in pieces_of(place, layout)]
-            self._send_data(batch, [numbers[row] for row in rows], layers, pieces, sums[rows], layout.num_bytes)
+        if self._lanes.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
+            most = min(most, -(-len(found) // (self._lanes.count + 1)))
+        try:
+            for at in range(0, len(found), most):
+                some = found[at : at + most]
+                rows = [row for row, _ in some]
+                pieces = [piece for _, place in some for piece in pieces_of(place, layout)]
+                sent = [numbers[row] for row in rows]
+                self._send_data(batch, sent, layers, pieces, sums[rows], layout.num_bytes, at // most)
+        finally:
+            heard = self._lanes.finish()  # the loan ends after this
+        self._heard.extend(heard)
         if len(found) < len(numbers):
             lost = next(number for number, place in zip(numbers, places, strict=True) if place is None)
             self._give_up(batch, lost, "chunks_evicted")
@@ -342,8 +314,9 @@ class Link:
         pieces: Sequence[memoryview],
         sums: npt.NDArray[np.uint64],
         chunk_bytes: int,
+        turn: int,
     ) -> None:
-        data, size = Data(batch.number, layers, numbers, sums), chunk_bytes * len(numbers)
+        meta, size = Data(batch.number, layers, numbers, sums).encode(), chunk_bytes * len(numbers)
 
         def answered(body: bytes) -> None:
             if len(body) != len(numbers):
@@ -355,7 +328,13 @@ class Link:
                 self._counts["chunks_lost"] += batch.drop_from(min(lost))
             self._settle(batch, numbers)
 
-        self._request(Type.DATA, data.encode(), answered, pieces, size)
+        # Not before the peer has answered the put: lanes overtake each other.
+        if batch.is_asked and self._lanes.takes(turn):
+            frame = encode_frame(Type.DATA, meta, data_bytes=size)
+            self._lanes.send(turn, frame, pieces, self._deadline(size), answered)
+            self._counts["lane_bytes"] += size
+        else:
+            self._request(Type.DATA, meta, answered, pieces, size)
         for i in numbers:
             batch.sent[i].update(layers)
         self._counts["bytes"] += size
@@ -405,6 +384,8 @@ class Link:
             raise PeerError(f"{self.address} failed a moment ago")
         session = secrets.token_bytes(16)
         self._lane, welcome = self._caller.call(self.address, session, self._settings)
+        for lane in range(1, min(self._settings.lanes, MAX_LANES)):
+            self._lanes.add(self._caller.call(self.address, session, self._settings, lane)[0])
         self._silence_s = max(0.2, welcome.silence_ms / 1000)
         self._spoke_s = time.monotonic()
         self._counts["connected"] += 1
@@ -421,9 +402,12 @@ class Link:
         self._number += 1
         number = self._number & 0xFFFFFFFF
         self._asked[number] = answered
-        deadline = time.monotonic() + self._settings.io_s + data_bytes / 10e6
-        self._lane.send(encode_frame(kind, meta, data_bytes=data_bytes, number=number), deadline, pieces)
+        frame = encode_frame(kind, meta, data_bytes=data_bytes, number=number)
+        self._lane.send(frame, self._deadline(data_bytes), pieces)
         self._spoke_s = time.monotonic()
+
+    def _deadline(self, data_bytes: int) -> float:
+        return time.monotonic() + self._settings.io_s + data_bytes / 10e6
 
     def _hear(self) -> None:
         """Take the answers that have come, and do what follows from them."""
@@ -444,6 +428,7 @@ class Link:
 
     def _disconnect(self) -> None:
         lane, self._lane = self._lane, None
+        self._lanes.close()
         self._asked.clear()
         self._heard.clear()
         if lane is not None:

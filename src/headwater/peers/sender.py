@@ -28,9 +28,9 @@ from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress, parse_address
-from headwater.peers.caller import Caller
+from headwater.peers.caller import Caller, LinkSettings
 from headwater.peers.hello import Role, describe_space, scope_of
-from headwater.peers.link import Link, LinkSettings
+from headwater.peers.link import Link
 from headwater.peers.outgoing import Batch, Transfer
 from headwater.peers.wire import MAX_PUT_CHUNKS
 from headwater.pool.space import Space
