@@ -12,6 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from fake_server import Server
     from fake_upstream import FakeUpstream
+
     from proxy_process import ProxyProcess
 
 

@@ -26,8 +26,8 @@ pytest.importorskip("httpx")
 
 import httpx
 from fake_upstream import Asked, Behaviour, Exchange, answers
-from proxy_process import chat_body
 
+from proxy_process import chat_body
 from support import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -19,8 +19,8 @@ pytest.importorskip("httpx")
 
 import httpx
 from fake_upstream import Exchange, answers
-from proxy_process import ProxyProcess, chat_body
 
+from proxy_process import ProxyProcess, chat_body
 from support import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

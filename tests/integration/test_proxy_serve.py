@@ -23,11 +23,11 @@ pytest.importorskip("httpx")
 
 import httpx
 import openai
-from proxy_process import ProxyProcess
 
 from headwater.errors import ModelError
 from headwater.models.catalog import find_in_catalog
 
+from proxy_process import ProxyProcess
 from support import temporary_url, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -64,7 +64,9 @@ def measure_real(bench: RealBench | None, note: Note) -> dict[str, Any]:
         return NOTHING | {"real_reason": str(error)}
     with ExitStack() as stack:
         note(f"starting two servers of {bench.model}")
+        # A thread each: two servers whose threads wait for each other are slower than two that do not.
         engine = ["--model", bench.model, "--device", "cpu", "--num-pages", "512", "--max-model-len", "4096"]
+        engine += ["--num-threads", "1"]
         pools = [stack.enter_context(_own_pool()) for _ in range(2)]
         urls = [stack.enter_context(_started("serve", *engine, "--pool", pool)) for pool in pools]
         specs = [f"{url},pool={pool}" for url, pool in zip(urls, pools, strict=True)]

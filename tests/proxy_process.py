@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-SRC = Path(__file__).parents[2] / "src"
+SRC = Path(__file__).parents[1] / "src"
 TIMEOUT_S = 60.0
 
 
