@@ -332,15 +332,17 @@ def test_noise_is_never_more_than_a_wire_error(noise: bytes, count: int) -> None
 
 
 def test_a_tier_between_gets_copies_and_the_peer_none(tmp_path: Path) -> None:
-    with peer() as (receiver, there), temporary_url("file", tmp_path, "capacity=16MiB") as file:
-        with open_pool(f"memory://?capacity=16MiB,{file},{url_of(receiver)}") as pool:
-            write(space_of(pool), space_of(pool).keys(range(CHUNK * 3)).chunks())
-            assert pool.flush(20)
-            assert [(tier.write, tier.stored, tier.full) for tier in pool.tiers()[1:]] == [
-                ("back", 3, 0),
-                ("never", 0, 0),
-            ]
-            assert not any(there.exists(space_of(pool).keys(range(CHUNK * 3)).chunks()))
+    with (
+        peer() as (receiver, there),
+        temporary_url("file", tmp_path, "capacity=16MiB") as file,
+        open_pool(f"memory://?capacity=16MiB,{file},{url_of(receiver)}") as pool,
+    ):
+        chunks = space_of(pool).keys(range(CHUNK * 3)).chunks()
+        write(space_of(pool), chunks)
+        assert pool.flush(20)
+        below = [(tier.write, tier.stored, tier.full) for tier in pool.tiers()[1:]]
+        assert below == [("back", 3, 0), ("never", 0, 0)]
+        assert not any(there.exists(chunks))
 
 
 def test_what_is_being_sent_cannot_be_evicted() -> None:
