@@ -46,6 +46,7 @@ test-vllm-first: $(VLLM_STAMP)
 test-all: test mooncake  ## make test, then all cells and rows of the matrices, the fleet and all of vLLM (two hours or so)
 	HEADWATER_ALL_CELLS=1 $(BIN)/pytest -q tests/integration/test_data_path.py
 	HEADWATER_ALL_ROWS=1 $(BIN)/pytest -q tests/integration/test_pool_sharing.py tests/integration/test_engine_equality.py
+	HEADWATER_ALL_STOPS=1 $(BIN)/pytest -q tests/integration/test_peers.py
 	@$(MAKE) test-fleet test-vllm test-identity
 
 test-fleet: $(STAMP) redis-server mooncake  ## Redis and Mooncake killed, stalled and cut off; hosts of network namespaces

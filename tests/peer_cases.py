@@ -19,7 +19,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.peers.address import PeerAddress, parse_address
-from headwater.peers.link import LinkSettings
+from headwater.peers.caller import LinkSettings
 from headwater.peers.receiver import Receiver, ReceiverSettings
 from headwater.peers.sender import PeerSender
 from headwater.pool.pool import Pool, open_pool

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from headwater.kv.topology import Topology
-from headwater.peers.link import LinkSettings
+from headwater.peers.caller import LinkSettings
 from headwater.peers.sender import PeerSender
 from headwater.pool.pool import open_pool
 from peer_cases import open_space, prompt, save

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.bench import fleet, store
+from headwater.bench import fleet, push, store
 from headwater.errors import InvalidArgumentError
 from headwater.stores.embedded import store_directory
 from headwater.stores.url import parse_url
@@ -66,3 +66,14 @@ def test_fleet_smoke() -> None:
     assert report["compared_tiles"] > 0
     assert report["verified_clean"]
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("headwater-fleet-")]
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_peers_reports_every_figure_and_leaves_nothing() -> None:
+    before = set(os.listdir("/dev/shm"))
+    report = push.run(push.QUICK, lambda text: None)
+    for case in push.QUICK.cases:
+        assert report[f"push_ratio_{case.name}"] > 0
+        assert report[f"push_gbps_{case.name}"] > 0
+        assert report[f"push_noise_{case.name}"] >= 0
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("hwbench")]

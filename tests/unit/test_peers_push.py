@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from headwater.cli.receive import server_tls
 from headwater.errors import InvalidArgumentError, PeerRefusedError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Topology, whole_shard
 from headwater.peers import wire
 from headwater.peers.address import PeerAddress, parse_address
-from headwater.peers.caller import Caller
+from headwater.peers.caller import Caller, LinkSettings
 from headwater.peers.carriers.tcp import Connection
 from headwater.peers.hello import Hello, Role, describe_space, new_greeting, scope_of
-from headwater.peers.link import LinkSettings
 from headwater.peers.receiver import Receiver
 from headwater.peers.sender import PeerSender, transfer_name
 from headwater.pool.pool import Pool, open_pool
@@ -60,6 +64,33 @@ def test_a_prompt_arrives_whole() -> None:
         check_arrived(there, chunks)
         nothing_pending(other)
         assert receiver.landing.pending_bytes == 0
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_a_push_over_several_connections(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group of layers is divided among them; they are one session, and go together."""
+    monkeypatch.setattr("headwater.peers.link._DIVIDED_BYTES", 1)
+    with two_pools() as (one, other), receiving(other) as receiver:
+        here, there = open_space(one), open_space(other)
+        chunks, shard = prompt(here, 9, tail=7), whole_shard(here.spec)
+        with sending(here, lanes=lanes, eager_bytes=0) as (sender,):
+            transfer = transfer_id()
+            assert sender.push(transfer, str(receiver.address), chunks)
+            for first in range(0, 6, 2):
+                save(here, chunks, shard, range(first, first + 2))
+                sender.noted(chunks, range(first, first + 2))
+                _wait_for_layers(there, chunks, first + 2)
+            assert sender.flush(transfer, 10.0) == 9 * CHUNK + 7
+            assert (receiver.stats()["connections"], receiver.stats()["sessions"]) == (lanes, 1)
+            assert sender.counts["lane_bytes"] > sender.counts["bytes"] // 3
+            check_arrived(there, chunks)
+            more = prompt(here, 9, seed=1)
+            save(here, more, shard, range(3))
+            assert sender.push(transfer_id(), str(receiver.address), more)
+            sender.noted(more, range(3))
+            _wait_for_layers(there, more, 3)
+        wait_until(lambda: receiver.stats()["connections"] == 0, 10.0)
+        nothing_pending(other)
 
 
 @pytest.mark.parametrize(
@@ -133,19 +164,40 @@ def test_layers_noted_before_the_peer_has_answered_are_sent_all_the_same() -> No
         check_arrived(there, chunks)
 
 
-def test_what_the_peer_has_is_not_sent_again() -> None:
+@pytest.mark.parametrize("eager_bytes", [0, 1 << 20])
+def test_what_the_peer_has_is_not_stored_again(eager_bytes: int) -> None:
+    """Nor sent, unless it is so little that asking first would take longer."""
     with two_pools() as (one, other), receiving(other) as receiver:
         here, there = open_space(one), open_space(other)
         chunks = prompt(here, 4)
         save(here, chunks, whole_shard(here.spec))
         save(there, chunks[:3], whole_shard(here.spec))
-        with sending(here) as (sender,):
+        with sending(here, eager_bytes=eager_bytes) as (sender,):
             transfer = transfer_id()
             assert sender.push(transfer, str(receiver.address), chunks)
             assert sender.flush(transfer, 10.0) == 4 * CHUNK
-            assert sender.counts["bytes"] == here.spec.extent_bytes(CHUNK)
+            assert sender.counts["bytes"] == here.spec.extent_bytes(CHUNK) * (4 if eager_bytes else 1)
+            assert sender.counts["chunks_sent"] == 1
+            assert sender.counts["connected"] == 1
         check_arrived(there, chunks)
         assert receiver.landing.counts["chunks_exists"] == 3
+        assert receiver.landing.counts["chunks_stored"] == 1
+
+
+def test_all_that_is_pushed_is_there_already() -> None:
+    with two_pools() as (one, other), receiving(other) as receiver:
+        here, there = open_space(one), open_space(other)
+        chunks = prompt(here, 4)
+        for space in (here, there):
+            save(space, chunks, whole_shard(here.spec))
+        with sending(here) as (sender,):
+            for _ in range(3):
+                transfer = transfer_id()
+                assert sender.push(transfer, str(receiver.address), chunks)
+                assert sender.flush(transfer, 10.0) == 4 * CHUNK
+            assert sender.counts["connected"] == 1
+            assert sender.counts["failures"] == 0
+        nothing_pending(other)
 
 
 def test_two_servers_push_one_prompt_and_one_of_them_is_busy() -> None:
@@ -167,6 +219,24 @@ def test_two_servers_push_one_prompt_and_one_of_them_is_busy() -> None:
             first.noted(chunks, range(6))
             assert first.flush(names[0], 10.0) == 3 * CHUNK
         check_arrived(there, chunks)
+
+
+def test_ranks_of_two_servers_never_fill_one_chunk() -> None:
+    """Each has tiles that the other has not: together they would be a chunk of two prefills."""
+    with two_pools() as (one, other), receiving(other) as receiver:
+        here = open_space(one)
+        chunks = prompt(here, 3)
+        save(here, chunks, whole_shard(here.spec))
+        two = Topology(tp=2)
+        with sending(here, two, server=1) as (first, _), sending(here, two, server=2) as (_, second):
+            names = transfer_id(), transfer_id()
+            assert first.push(names[0], str(receiver.address), chunks)
+            assert first.flush(names[0], 10.0) == 3 * CHUNK
+            assert second.push(names[1], str(receiver.address), chunks)
+            second.flush(names[1], 10.0)
+            assert receiver.landing.counts["chunks_busy"] == 3
+            assert second.counts["chunks_sent"] == 0
+            assert receiver.landing.counts["chunks_stored"] == 0
 
 
 def test_a_full_pool_refuses_and_nothing_waits() -> None:
@@ -216,7 +286,7 @@ def test_whatever_is_not_finished_is_given_back(how: str) -> None:
                 assert sender.flush(transfer, 0.2) == 0
             left = here.spec.extent_bytes(CHUNK) if how == "lost" else 0
             wait_until(lambda: other.stats().store.pending_bytes == left, 10.0)
-            assert receiver.landing.pending_bytes == left
+            wait_until(lambda: receiver.landing.pending_bytes == left, 10.0)
             if how == "lost":
                 save(here, chunks, shard, range(3, 6))
                 sender.noted(chunks[:1], range(3, 6))
@@ -515,6 +585,33 @@ def test_bad_arguments_are_said() -> None:
         here = open_space(pool, gqa(layers=6, heads=1, dim=8))
         with pytest.raises(InvalidArgumentError, match="context parallelism"):
             PeerSender(here, Topology(tp=2, dcp=2).shard(here.spec))
+        with sending(here) as (sender,):
+            strange = [chunk._replace(root=b"r" * 32) for chunk in prompt(here, 2)]
+            with pytest.raises(InvalidArgumentError, match=r"Space\.root"):
+                sender.push(transfer_id(), "127.0.0.1:1", strange)
         for bad in ("", "xyz", "00" * 17):
             with pytest.raises(InvalidArgumentError, match="id of a transfer"):
                 transfer_name(bad)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
+def test_a_push_over_tls_and_none_without(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=localhost"]
+    made += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.create_default_context(cafile=str(cert))
+    with two_pools() as (one, other), receiving(other, tls=server_tls(str(cert), str(key), None)) as receiver:
+        here, there = open_space(one), open_space(other)
+        chunks = prompt(here, 5, tail=7)
+        save(here, chunks, whole_shard(here.spec))
+        transfer = transfer_id()
+        with sending(here, tls=context) as (sender,), sending(here, server=78, io_s=0.5) as (plain,):
+            assert plain.push(transfer, str(receiver.address), chunks)
+            assert plain.flush(transfer, 10.0) == 0
+            assert sender.push(transfer, str(receiver.address), chunks)
+            assert sender.flush(transfer, 10.0) == 5 * CHUNK + 7
+        check_arrived(there, chunks)
+        nothing_pending(other)
+        assert receiver.counts["welcomed"] == 1

@@ -96,6 +96,24 @@ def bench_transfer(
         _print_transfer(report)
 
 
+@bench_app.command("peers")
+def bench_peers(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    pairs: Annotated[int, typer.Option(help="Rounds of push and bare sockets in turns.", min=1)] = 9,
+    seconds: Annotated[float, typer.Option(help="Begin no further case after this time.", min=1)] = 240.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
+) -> None:
+    """Push KV into another process's pool, against the same bytes over bare sockets."""
+    from headwater.bench import push
+    from headwater.cli.output import print_json
+
+    report = push.run(push.QUICK if quick else push.PeersBench(rounds=pairs, seconds=seconds), _note)
+    if as_json:
+        print_json(_rounded(report))
+    else:
+        _print_peers(report)
+
+
 @bench_app.command("ttft")
 def bench_ttft(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
@@ -165,6 +183,16 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _print_peers(report: dict[str, Any]) -> None:
+    from headwater.cli.output import console, table
+
+    rates = table("tiles", ">push GB/s", ">bare GB/s", ">ratio", ">noise")
+    for name in [key.removeprefix("push_gbps_") for key in report if key.startswith("push_gbps_")]:
+        figures = [f"{what}_{name}" for what in ("push_gbps", "bare_gbps", "push_ratio", "push_noise")]
+        rates.add_row(name, *(f"{report[figure]:.2f}" for figure in figures))
+    console().print(rates)
 
 
 def _print_store(report: dict[str, Any]) -> None:

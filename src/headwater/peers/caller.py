@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import ssl
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from headwater.errors import PeerRefusedError, WireError
 from headwater.peers.address import PeerAddress, is_loopback
@@ -13,8 +13,26 @@ from headwater.peers.carriers import tcp
 from headwater.peers.hello import NONCE_BYTES, Greeting, Hello, Role, Welcome
 from headwater.peers.wire import Refusal, Type, encode_frame
 
-if TYPE_CHECKING:
-    from headwater.peers.link import LinkSettings
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """How a rank treats its peers."""
+
+    secret: bytes | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+    connect_s: float = 1.0
+    io_s: float = 3.0
+    """For one frame, beyond the time that its bytes take at 10 MB/s."""
+    dead_s: float = 0.25
+    """How long a peer is left alone after it failed. One that does not answer costs a deadline each time, so the time
+    is doubled with each failure, up to eight times as long."""
+    lanes: int = 1
+    """Connections to a peer, up to 4: groups of layers of 8 MiB and more are divided among them."""
+    eager_bytes: int = 8 << 20
+    """What is present and no larger than this is sent with its announcement: should the peer have it, little is
+    wasted."""
+    max_queued: int = 4096
+    """Things that the thread may have before it; what comes beyond that is dropped."""
 
 
 @dataclass(frozen=True)

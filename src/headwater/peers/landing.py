@@ -126,33 +126,49 @@ class Landing:
     ) -> None:
         opened = space.reserve([chunks[i] for i in wanted], Shard(range(1), range(1)), deadline_s=RESERVE_S)
         places = space.places(opened)
-        for i, reservation, place in zip(wanted, opened, places, strict=True):
-            chunk, owned = chunks[i], shard.owned(chunks[i].number)[0]
-            if reservation.status != Status.OK or place is None:
-                found[i] = reservation.status if reservation.status != Status.OK else Status.FULL
-                reservation.close()
-                continue
-            with self._lock:
+        good = [
+            row for row, (r, place) in enumerate(zip(opened, places, strict=True)) if place is not None and not r.status
+        ]
+        whole = Shard(range(space.spec.num_layers), range(space.spec.num_kv_heads))
+        noted = dict(zip(good, space.noted([opened[row] for row in good], whole), strict=True))
+        refused = list[Reservation]()
+        with self._lock:
+            for row, (i, reservation, place) in enumerate(zip(wanted, opened, places, strict=True)):
+                chunk, owned = chunks[i], shard.owned(chunks[i].number)[0]
                 filling = self._fillings.get(chunk.key)
-                is_new = filling is None
-                # A record of this process that nobody fills: its abort came too late. It expires.
-                expected = Shard(range(space.spec.num_layers), range(space.spec.num_kv_heads)) if is_new else owned
-                is_dead = filling is not None and filling.is_dead
-                if is_dead or (expected.num_tiles and space.noted([reservation], expected)[0]):
+                if place is None or row not in noted:
+                    found[i] = reservation.status or Status.FULL
+                elif (filling is None and noted[row]) or (filling is not None and filling.is_dead):
+                    # A record of this process that nobody fills: its abort came too late, or has not come yet.
                     found[i] = Status.BUSY
-                    reservation.close()
+                else:
+                    found[i] = self._part(filling, session, server, space, chunk, owned, reservation, place)
                     continue
-                if filling is None:
-                    size = stored_extent_bytes(space.spec, chunk.num_tokens)
-                    filling = Filling(space, chunk, server, size, space.spec.num_tiles)
-                    self._fillings[chunk.key] = filling
-                    self._pending_bytes += size
-                part = Part(filling, session, owned, reservation, place, owned.num_tiles)
-                filling.parts.append(part)
-                if not owned.num_tiles:  # reserved all the same: what follows needs a parent
-                    self._close([part])
-            found[i] = part
-            self.counts["chunks_begun"] += is_new
+                refused.append(reservation)
+        space.close_all(refused)
+
+    def _part(
+        self,
+        filling: Filling | None,
+        session: object,
+        server: int,
+        space: Space,
+        chunk: ChunkRef,
+        owned: Shard,
+        reservation: Reservation,
+        place: Place,
+    ) -> Part:
+        """Under the lock: a session's part of a chunk, the chunk's first one or a further one."""
+        if filling is None:
+            size = stored_extent_bytes(space.spec, chunk.num_tokens)
+            filling = self._fillings[chunk.key] = Filling(space, chunk, server, size, space.spec.num_tiles)
+            self._pending_bytes += size
+            self.counts["chunks_begun"] += 1
+        part = Part(filling, session, owned, reservation, place, owned.num_tiles)
+        filling.parts.append(part)
+        if not owned.num_tiles:  # reserved all the same: what follows needs a parent
+            self._close([part])
+        return part
 
     # ---- filling ------------------------------------------------------------------------------------------------
     def enter(self, part: Part) -> bool:

@@ -11,12 +11,11 @@ import logging
 import os
 import secrets
 import select
-import ssl
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,36 +23,23 @@ import numpy.typing as npt
 from headwater.errors import HeadwaterError, PeerError, PeerGoneError, PeerRefusedError, PeerTimeoutError, WireError
 from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress
-from headwater.peers.caller import Caller
+from headwater.peers.caller import Caller, LinkSettings
 from headwater.peers.carriers import tcp
+from headwater.peers.hello import MAX_LANES
+from headwater.peers.lanes import Lanes
 from headwater.peers.outgoing import Batch, Sent, Transfer, consecutive, settle_put
-from headwater.peers.tiles import alike, layouts_of, pieces_of
+from headwater.peers.tiles import Held, Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Put, Refusal, Stop, Type, encode_frame
 from headwater.pool.space import Space
-from headwater.stores.base import Status
+from headwater.stores.base import Place, Status
 
 log = logging.getLogger("headwater")
 
-_FRAME_BYTES = 16 << 20
-"""Of one data frame, about: what the peer notes and shows at a time."""
+_FRAME_BYTES = 64 << 20
+"""Of one data frame, about: what the peer notes and shows at a time, where the saver's groups are not smaller."""
+_DIVIDED_BYTES = 8 << 20
 _PATIENCE_S = 60.0
 """A transfer that nothing happens to for so long is dropped."""
-
-
-@dataclass(frozen=True)
-class LinkSettings:
-    """How a rank treats its peers."""
-
-    secret: bytes | None = field(default=None, repr=False)
-    tls: ssl.SSLContext | None = field(default=None, repr=False)
-    connect_s: float = 1.0
-    io_s: float = 3.0
-    """For one frame, beyond the time that its bytes take at 10 MB/s."""
-    dead_s: float = 0.25
-    """How long a peer is left alone after it failed. One that does not answer costs a deadline each time, so the time
-    is doubled with each failure, up to eight times as long."""
-    max_queued: int = 4096
-    """Things that the thread may have before it; what comes beyond that is dropped."""
 
 
 Told = Callable[[], None]
@@ -74,6 +60,8 @@ class Link:
         self.address = address
         self._space = space
         self._shard = shard
+        self._mine = replace(shard, replicas=1, replica=0)
+        """All that this rank has, whichever of its replicas sends it."""
         self._caller = caller
         self._settings = settings
         self._counts = counts
@@ -81,6 +69,7 @@ class Link:
         self._num_failures = 0
         self._inbox: deque[Told] = deque()
         self._lane: tcp.Connection | None = None
+        self._lanes = Lanes()
         self._silence_s = 5.0
         self._spoke_s = 0.0
         self._number = 0
@@ -184,6 +173,11 @@ class Link:
         for i, chunk in enumerate(batch.chunks):
             self._by_key.setdefault(chunk.key, []).append((batch, i))
         self._ask(batch)
+        if (
+            self._space.spec.extent_bytes(sum([chunk.num_tokens for chunk in batch.chunks]))
+            <= self._settings.eager_bytes
+        ):
+            self._send_present(batch)
 
     def note(self, keys: Sequence[bytes], layers: range) -> None:
         """Layers of some chunks are in the own pool now."""
@@ -223,8 +217,7 @@ class Link:
         self._number += 1
         batch.number = self._number
         batch.num_tries += 1
-        root = self._space.describe(batch.chunks[0].root)
-        put = Put(batch.number, batch.transfer.name, batch.chunks, self._shard, root)
+        put = Put(batch.number, batch.transfer.name, batch.chunks, self._shard, batch.root_payload)
 
         def answered(body: bytes) -> None:
             if len(body) != len(batch.chunks) or max(body) > max(Status):
@@ -238,55 +231,79 @@ class Link:
 
     def _send_present(self, batch: Batch) -> None:
         """Send what is in the own pool already, whether it was noted here or not."""
-        wanted = [i for i, state in enumerate(batch.states) if state == Sent.WANTED]
-        if not wanted:
-            self._settle(batch, wanted)
-            return
-        loan = self._space.lend([batch.chunks[i] for i in wanted], replace(self._shard, replicas=1, replica=0))
-        loan.release()
-        for i, place in zip(wanted, loan.places, strict=True):
-            if place is not None:
-                batch.ready[i].update(self._shard.layers)
-        self._send_ready(batch, wanted)
+        wanted = [i for i, state in enumerate(batch.states) if not state.is_final and not self._is_sent(batch, i)]
+        if wanted:
+            held = Held(self._space.lend([batch.chunks[i] for i in wanted], self._mine), wanted, self._mine.layers)
+            try:
+                for i, place in zip(wanted, held.loan.places, strict=True):
+                    if place is not None:
+                        batch.ready[i].update(self._mine.layers)
+                self._send_ready(batch, wanted, held)
+            finally:
+                held.loan.release()
         self._settle(batch, wanted)
 
-    def _send_ready(self, batch: Batch, numbers: Sequence[int]) -> None:
-        """Send the layers of some chunks that are ready and were not sent, in groups."""
+    def _is_sent(self, batch: Batch, i: int) -> bool:
+        return len(batch.sent[i]) == len(self._mine.layers)
+
+    def _send_ready(self, batch: Batch, numbers: Sequence[int], held: Held | None = None) -> None:
+        """Send the layers of some chunks that are ready and were not sent, in groups. `held`: a loan of all layers."""
         runs: dict[range, list[int]] = {}
         for i in numbers:
-            if batch.states[i] == Sent.WANTED:
-                for run in consecutive(batch.ready[i] - batch.sent[i], self._shard.layers):
+            if not batch.states[i].is_final:
+                for run in consecutive(batch.ready[i] - batch.sent[i], self._mine.layers):
                     runs.setdefault(run, []).append(i)
                 batch.ready[i].clear()
         for run, some in runs.items():
-            layer_bytes = len(self._shard.heads) * self._space.spec.tile_bytes(self._space.chunk_tokens) * len(some)
+            layer_bytes = len(self._mine.heads) * self._space.spec.tile_bytes(self._space.chunk_tokens) * len(some)
             step = max(1, _FRAME_BYTES // layer_bytes)
             for first in range(run.start, run.stop, step):
-                self._send_layers(batch, some, range(first, min(first + step, run.stop)))
+                self._send_layers(batch, some, range(first, min(first + step, run.stop)), held)
 
-    def _send_layers(self, batch: Batch, wanted: Sequence[int], layers: range) -> None:
+    def _send_layers(self, batch: Batch, wanted: Sequence[int], layers: range, held: Held | None) -> None:
         """Send a group of layers of some chunks. A chunk that is not in the own pool any more is given up."""
-        todo = [i for i in wanted if batch.states[i] == Sent.WANTED]
+        todo = [i for i in wanted if not batch.states[i].is_final]
         layouts = layouts_of(self._space.spec, self._shard, [batch.chunks[i] for i in todo], layers)
         for group in alike(layouts).values():
             layout, numbers = layouts[group[0]], [todo[at] for at in group]
             if not layout.num_tiles:
                 continue
+            if held is not None and held.has(numbers):
+                self._send_lent(batch, numbers, layers, layout, *held.part(numbers, layout.shard.layers))
+                continue
             loan = self._space.lend([batch.chunks[i] for i in numbers], layout.shard)
             try:
-                rows = [row for row, place in enumerate(loan.places) if place is not None]
-                most = max(1, _FRAME_BYTES // layout.num_bytes)
-                for at in range(0, len(rows), most):
-                    some = rows[at : at + most]
-                    places = [place for row in some if (place := loan.places[row]) is not None]
-                    pieces = [piece for place in places for piece in pieces_of(place, layout)]
-                    sent = [numbers[row] for row in some]
-                    self._send_data(batch, sent, layers, pieces, loan.sums[some], layout.num_bytes * len(some))
+                self._send_lent(batch, numbers, layers, layout, loan.places, loan.sums)
             finally:
                 loan.release()
-            missing = [numbers[row] for row, place in enumerate(loan.places) if place is None]
-            if missing:
-                self._give_up(batch, min(missing), "chunks_evicted")
+
+    def _send_lent(
+        self,
+        batch: Batch,
+        numbers: Sequence[int],
+        layers: range,
+        layout: Layout,
+        places: Sequence[Place | None],
+        sums: npt.NDArray[np.uint64],
+    ) -> None:
+        """Send lent tiles in frames, over all lanes; what could not be lent is given up."""
+        found = [(row, place) for row, place in enumerate(places) if place is not None]
+        most = max(1, _FRAME_BYTES // layout.num_bytes)
+        if self._lanes.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
+            most = min(most, -(-len(found) // (self._lanes.count + 1)))
+        try:
+            for at in range(0, len(found), most):
+                some = found[at : at + most]
+                rows = [row for row, _ in some]
+                pieces = [piece for _, place in some for piece in pieces_of(place, layout)]
+                sent = [numbers[row] for row in rows]
+                self._send_data(batch, sent, layers, pieces, sums[rows], layout.num_bytes, at // most)
+        finally:
+            heard = self._lanes.finish()  # the loan ends after this
+        self._heard.extend(heard)
+        if len(found) < len(numbers):
+            lost = next(number for number, place in zip(numbers, places, strict=True) if place is None)
+            self._give_up(batch, lost, "chunks_evicted")
 
     def _send_data(
         self,
@@ -295,21 +312,28 @@ class Link:
         layers: range,
         pieces: Sequence[memoryview],
         sums: npt.NDArray[np.uint64],
-        size: int,
+        chunk_bytes: int,
+        turn: int,
     ) -> None:
-        data = Data(batch.number, layers, numbers, sums)
+        meta, size = Data(batch.number, layers, numbers, sums).encode(), chunk_bytes * len(numbers)
 
         def answered(body: bytes) -> None:
             if len(body) != len(numbers):
                 raise WireError("an answer that does not fit its data")
-            lost = [i for i, code in zip(numbers, body, strict=True) if code]
+            lost = [i for i, code in zip(numbers, body, strict=True) if code and batch.states[i] == Sent.WANTED]
             for i in numbers:
                 batch.acked[i].update(layers)
             if lost:
                 self._counts["chunks_lost"] += batch.drop_from(min(lost))
             self._settle(batch, numbers)
 
-        self._request(Type.DATA, data.encode(), answered, pieces, size)
+        # Not before the peer has answered the put: lanes overtake each other.
+        if batch.is_asked and self._lanes.takes(turn):
+            frame = encode_frame(Type.DATA, meta, data_bytes=size)
+            self._lanes.send(turn, frame, pieces, self._deadline(size), answered)
+            self._counts["lane_bytes"] += size
+        else:
+            self._request(Type.DATA, meta, answered, pieces, size)
         for i in numbers:
             batch.sent[i].update(layers)
         self._counts["bytes"] += size
@@ -359,6 +383,8 @@ class Link:
             raise PeerError(f"{self.address} failed a moment ago")
         session = secrets.token_bytes(16)
         self._lane, welcome = self._caller.call(self.address, session, self._settings)
+        for lane in range(1, min(self._settings.lanes, MAX_LANES)):
+            self._lanes.add(self._caller.call(self.address, session, self._settings, lane)[0])
         self._silence_s = max(0.2, welcome.silence_ms / 1000)
         self._spoke_s = time.monotonic()
         self._counts["connected"] += 1
@@ -375,9 +401,12 @@ class Link:
         self._number += 1
         number = self._number & 0xFFFFFFFF
         self._asked[number] = answered
-        deadline = time.monotonic() + self._settings.io_s + data_bytes / 10e6
-        self._lane.send(encode_frame(kind, meta, data_bytes=data_bytes, number=number), deadline, pieces)
+        frame = encode_frame(kind, meta, data_bytes=data_bytes, number=number)
+        self._lane.send(frame, self._deadline(data_bytes), pieces)
         self._spoke_s = time.monotonic()
+
+    def _deadline(self, data_bytes: int) -> float:
+        return time.monotonic() + self._settings.io_s + data_bytes / 10e6
 
     def _hear(self) -> None:
         """Take the answers that have come, and do what follows from them."""
@@ -398,6 +427,7 @@ class Link:
 
     def _disconnect(self) -> None:
         lane, self._lane = self._lane, None
+        self._lanes.close()
         self._asked.clear()
         self._heard.clear()
         if lane is not None:

@@ -33,6 +33,8 @@ class Batch:
 
     transfer: Transfer
     chunks: tuple[ChunkRef, ...]
+    root_payload: bytes = b""
+    """How the index describes the root of their chain."""
     states: list[Sent] = field(init=False)
     ready: list[set[int]] = field(init=False)
     """By chunk: layers that are noted in the own pool, and of which nobody has looked whether they can be sent."""

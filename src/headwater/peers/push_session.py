@@ -117,12 +117,11 @@ class PushSession:
         there = [chunk for chunk, part in zip(put.chunks, parts, strict=True) if part == Status.EXISTS]
         if there:  # about to be read: not the next to be evicted
             self._space.lease(Match((there[-1],)), f"peer-{id(self)}").release()
-        if any(isinstance(part, Part) for part in parts):
-            with self._lock:
-                if not self._is_over:
-                    self._puts[put.put] = OpenPut(put.chunks, shard, parts)
-            if self._is_over:
-                self._landing.abort_parts([part for part in parts if isinstance(part, Part)])
+        with self._lock:
+            if not self._is_over:
+                self._puts[put.put] = OpenPut(put.chunks, shard, parts)
+        if self._is_over:
+            self._landing.abort_parts([part for part in parts if isinstance(part, Part)])
         return bytes([Status.OK if isinstance(part, Part) else part for part in parts])
 
     def _data(self, lane: Connection, data: Data, num_bytes: int, deadline: float) -> bytes:
@@ -178,7 +177,7 @@ class PushSession:
     def _stop(self, stop: Stop, *, is_end: bool) -> None:
         put = self._puts.get(stop.put)
         if put is None:
-            return  # nothing of it was wanted
+            return
         if is_end:
             with self._lock:
                 self._puts.pop(stop.put, None)

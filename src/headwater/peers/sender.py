@@ -28,9 +28,9 @@ from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress, parse_address
-from headwater.peers.caller import Caller
+from headwater.peers.caller import Caller, LinkSettings
 from headwater.peers.hello import Role, describe_space, scope_of
-from headwater.peers.link import Link, LinkSettings
+from headwater.peers.link import Link
 from headwater.peers.outgoing import Batch, Transfer
 from headwater.peers.wire import MAX_PUT_CHUNKS
 from headwater.pool.space import Space
@@ -85,10 +85,13 @@ class PeerSender:
     # ---- the hook -----------------------------------------------------------------------------------------------
     def push(self, transfer: str, peer: str, chunks: Sequence[ChunkRef]) -> bool:
         """Announce chunks of a request (consecutive ones of one chain, parents first) to a peer, and send each group of
-        layers as it is noted. False where the push is dropped: the peer failed a moment ago, or too much is queued."""
+        layers as it is noted. False where the push is dropped: the peer failed a moment ago, or too much is queued.
+
+        Raises InvalidArgumentError for an id or address that is none, and for chunks of a tenant or adapter that this
+        process has not named (`Space.root`)."""
         if not chunks:
             return True
-        name, address = transfer_name(transfer), parse_address(peer)
+        name, address, root = transfer_name(transfer), parse_address(peer), self._space.describe(chunks[0].root)
         with self._lock:
             known = None if self._is_closed else self._transfer(name, address)
         if known is None or known[0].is_dead:
@@ -97,7 +100,7 @@ class PeerSender:
         link, outgoing = known
         outgoing.used_s = time.monotonic()
         for at in range(0, len(chunks), MAX_PUT_CHUNKS):
-            batch = Batch(outgoing, tuple(chunks[at : at + MAX_PUT_CHUNKS]))
+            batch = Batch(outgoing, tuple(chunks[at : at + MAX_PUT_CHUNKS]), root)
             outgoing.batches.append(batch)
             if not link.tell(lambda batch=batch: link.begin(batch)):  # type: ignore[misc]
                 self.counts["chunks_dropped"] += batch.drop_from(0)

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from headwater.kv.encoding import stored_tile_bytes
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard
-from headwater.stores.base import Place
+from headwater.stores.base import Loan, Place
 
 
 class Layout(NamedTuple):
@@ -30,6 +33,25 @@ class Layout(NamedTuple):
     def num_tiles(self) -> int:
         """Tiles of one chunk."""
         return self.shard.num_tiles
+
+
+class Held(NamedTuple):
+    """A loan of all of a rank's layers of some chunks of a batch."""
+
+    loan: Loan
+    numbers: Sequence[int]
+    layers: range
+
+    def has(self, numbers: Sequence[int]) -> bool:
+        """Whether these chunks are in it."""
+        places = self.loan.places
+        return all(places[self.numbers.index(number)] is not None for number in numbers)
+
+    def part(self, numbers: Sequence[int], layers: range) -> tuple[list[Place | None], npt.NDArray[np.uint64]]:
+        """Places and checksums of some chunks and layers."""
+        rows = [self.numbers.index(number) for number in numbers]
+        columns = [self.layers.index(layer) for layer in layers]
+        return [self.loan.places[row] for row in rows], self.loan.sums[np.ix_(rows, columns)]
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,218 @@
+"""A push into another process's pool, against the same bytes over bare sockets into that process's private memory.
+
+Both sides are processes on this host, connected by loopback; both take turns, and a round ends when the other side has
+said that everything is in its place. The bare sockets reserve nothing, note no checksums and find nothing again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from headwater.bench.measure import Note, Rounds, Timed, gbps, in_threads, machine, stopwatch, take_turns
+from headwater.bench.push_bare import send_all, shuffled
+from headwater.errors import StoreError
+from headwater.kv.hashing import ChunkRef
+from headwater.kv.identity import Identity
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import Topology, whole_shard
+from headwater.peers.caller import LinkSettings
+from headwater.peers.sender import PeerSender
+from headwater.pool.pool import Pool, open_pool
+from headwater.pool.space import Space
+from headwater.stores.embedded import destroy
+from headwater.stores.url import parse_url
+
+IDENTITY = Identity(weights="sha256:" + "0" * 64, run_dtype="bfloat16", kv_dtype="bfloat16", label="bench")
+_HEADS = 8
+_START_S = 60.0
+
+
+@dataclass(frozen=True)
+class PushCase:
+    """One size of tile: `num_chunks` chunks of `num_layers` × 8 tiles."""
+
+    name: str
+    chunk_tokens: int
+    head_dim: int
+    num_layers: int
+    num_chunks: int
+    num_ranks: int = 1
+    num_lanes: int = 1
+    """Connections a rank; the bare sockets have one."""
+
+    @property
+    def spec(self) -> KVSpec:
+        """The model whose tiles have this size."""
+        return KVSpec.gqa(num_layers=self.num_layers, num_kv_heads=_HEADS, head_dim=self.head_dim, dtype="bfloat16")
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of one tile."""
+        return self.spec.tile_bytes(self.chunk_tokens)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles in all."""
+        return self.num_chunks * self.spec.num_tiles
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in all."""
+        return self.num_tiles * self.tile_bytes
+
+
+@dataclass(frozen=True)
+class PeersBench:
+    """What is measured, and how often."""
+
+    cases: tuple[PushCase, ...] = (
+        PushCase("4k", 16, 64, 25, 5),
+        PushCase("128k", 256, 128, 25, 5),
+        PushCase("1m", 256, 1024, 16, 2),
+        PushCase("128k_2ranks", 256, 128, 25, 5, num_ranks=2),
+        PushCase("128k_2lanes", 256, 128, 25, 5, num_lanes=2),
+    )
+    rounds: int = 9
+    seconds: float = 240.0
+    """No case begins after this time."""
+
+
+QUICK = PeersBench(cases=(PushCase("4k", 16, 64, 25, 5), PushCase("128k", 256, 128, 2, 2)), rounds=2)
+
+
+def run(bench: PeersBench, note: Note) -> dict[str, Any]:
+    """The report: `push_ratio_NAME` is the push's rate over the bare sockets', each the best of its rounds."""
+    report: dict[str, Any] = {"machine": machine()}
+    began = time.monotonic()
+    for case in bench.cases:
+        if time.monotonic() - began > bench.seconds:
+            note(f"no time left for {case.name}")
+            report[f"push_ratio_{case.name}"] = None
+            continue
+        note(f"{case.num_tiles} tiles of {case.tile_bytes} bytes, {case.num_ranks} ranks")
+        rounds = _measure(case, bench.rounds)
+        best = {name: min(seconds) for name, seconds in rounds.seconds.items()}
+        report |= {
+            f"push_ratio_{case.name}": best["bare"] / best["push"],
+            f"push_noise_{case.name}": rounds.noise("bare", "again"),
+            f"push_gbps_{case.name}": gbps(case.num_bytes, best["push"]),
+            f"bare_gbps_{case.name}": gbps(case.num_bytes, best["bare"]),
+            f"push_bytes_{case.name}": case.num_bytes,
+        }
+    return report
+
+
+def _measure(case: PushCase, count: int) -> Rounds:
+    with contextlib.ExitStack() as stack:
+        runs: dict[str, Timed] = {"bare": _bare(stack, case), "push": _push(stack, case)}
+        return take_turns({**runs, "again": runs["bare"]}, count)
+
+
+# ---- bare sockets -----------------------------------------------------------------------------------------------
+def _bare(stack: contextlib.ExitStack, case: PushCase) -> Timed:
+    """One connection a rank, each with its share of the tiles."""
+    share = case.num_tiles // case.num_ranks
+    command = [sys.executable, "-m", "headwater.bench.push_bare", str(share), str(case.tile_bytes)]
+    socks: list[socket.socket] = []
+    for _ in range(case.num_ranks):
+        process = stack.enter_context(_process(command))
+        assert process.stdout is not None
+        sock = stack.enter_context(socket.create_connection(("127.0.0.1", int(process.stdout.readline())), _START_S))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(None)
+        socks.append(sock)
+    pieces = shuffled(share, case.tile_bytes, 1)
+
+    def one(sock: socket.socket) -> None:
+        send_all(sock, pieces)
+        if sock.recv(1) != b"!":
+            raise StoreError("the bare receiver is gone")
+
+    if case.num_ranks == 1:
+        return stopwatch(lambda: one(socks[0]))
+    return lambda: in_threads([partial(one, sock) for sock in socks])
+
+
+# ---- the push ---------------------------------------------------------------------------------------------------
+def _push(stack: contextlib.ExitStack, case: PushCase) -> Timed:
+    """From the first announcement until the peer has noted the last checksum, by every rank."""
+    here, there = (stack.enter_context(_pool(case)) for _ in range(2))
+    url = there.stats().store.url
+    command = [sys.executable, "-m", "headwater", "pool", "receive", url, "--listen", "127.0.0.1:0", "--json"]
+    process = stack.enter_context(_process([*command, "--share", "1.0"]))
+    assert process.stdout is not None
+    address = str(json.loads(process.stdout.readline())["listening"])
+    space = here.space(IDENTITY, case.spec, chunk_tokens=case.chunk_tokens)
+    chunks = _fill(space, case)
+    senders = [
+        PeerSender(space, shard, server=1, rank=rank, settings=LinkSettings(lanes=case.num_lanes))
+        for rank, shard in enumerate(Topology(tp=case.num_ranks).shards(case.spec))
+    ]
+    for sender in senders:
+        stack.callback(sender.close)
+
+    def work() -> None:
+        transfer = secrets.token_hex(8)
+        for sender in senders:
+            sender.push(transfer, address, chunks)
+        if {sender.flush(transfer, 60.0) for sender in senders} != {case.num_chunks * case.chunk_tokens}:
+            raise StoreError("a push did not arrive")
+
+    def timed() -> float:
+        there.clear()
+        return stopwatch(work)()
+
+    for _ in range(6):  # until every page of the pool is mapped, as in a server that has run for a while
+        timed()
+    return timed
+
+
+def _fill(space: Space, case: PushCase) -> list[ChunkRef]:
+    chunks = space.keys(range(case.num_chunks * case.chunk_tokens)).refs(case.num_chunks)
+    shard, rng = whole_shard(case.spec), np.random.default_rng(3)
+    for chunk in chunks:
+        tiles = rng.integers(0, 256, space.empty(chunk, shard).shape, np.uint8)
+        if not space.write([chunk], shard, [tiles], deadline_s=30.0)[0].stored:
+            raise StoreError("the pool to push from could not be filled")
+    return chunks
+
+
+@contextlib.contextmanager
+def _pool(case: PushCase) -> Iterator[Pool]:
+    """Large enough for everything to be pending at once."""
+    capacity = (case.num_bytes * 5 >> 20) + 32
+    url = (
+        f"shm:///hwbench-{os.getpid()}-{secrets.token_hex(4)}?capacity={capacity}MiB&segment={max(8, capacity // 8)}MiB"
+    )
+    try:
+        with open_pool(url) as pool:
+            yield pool
+    finally:
+        destroy(parse_url(url))
+
+
+@contextlib.contextmanager
+def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
