@@ -23,7 +23,7 @@ from headwater.peers.address import PeerAddress, is_loopback
 from headwater.peers.caller import Caller
 from headwater.peers.carriers.tcp import Connection
 from headwater.peers.hello import Role, read_secret
-from headwater.peers.link import LinkSettings
+from headwater.peers.caller import LinkSettings
 from headwater.peers.wire import Header, Type, encode_frame
 from headwater.stores.base import SpaceRef
 from headwater.stores.url import StoreUrl
