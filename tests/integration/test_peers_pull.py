@@ -288,8 +288,22 @@ def test_commands_look_at_a_peer(tmp_path: Path) -> None:
         code, out, _ = headwater("pool", "stats", url, "--json")
         assert code == 0
         assert json.loads(out.splitlines()[-1])["chunks"] == len(chunks)
-        code, out, _ = headwater("pool", "ls", url, "--json")
-        assert code == 0
+        assert headwater("pool", "ls", url, "--json")[0] == 0
+        code, out, err = headwater("pool", "stats", f"{host.pool.stats().store.url},{url}")
+        assert code == 0, err
+        assert "never" in out
+        assert "nobody" in out
+        events = [sys.executable, "-m", "headwater", "pool", "events", url, "--seconds", "60", "--json"]
+        env = os.environ | {"PYTHONPATH": str(pc.SRC)}
+        with subprocess.Popen(events, stdout=subprocess.PIPE, text=True, env=env) as follower:
+            assert follower.stdout is not None
+            seeds = iter(range(1000, 2000))
+            thread, lines = in_thread(follower.stdout.readline)
+            while thread.is_alive():
+                save(host.pool, [next(seeds), *range(1, CHUNK)])
+                thread.join(0.2)
+            assert json.loads(lines[0])["kind"] in ("stored", "lost")
+            follower.terminate()
         for words in (("pool", "clear", url, "--yes"), ("pool", "verify", url)):
             code, _, err = headwater(*words)
             assert (code, "another host" in err) == (1, True)

@@ -21,7 +21,7 @@ from headwater.peers import pull_wire
 from headwater.peers.channels import Channel
 from headwater.peers.reader import PeerStore, open_source
 from headwater.peers.receiver import Receiver
-from headwater.peers.wire import Type
+from headwater.peers.wire import Type, encode_frame
 from headwater.pool import Pool, Space, open_pool
 from headwater.stores.base import Piece, Status
 from headwater.stores.tiers.lower import SourceTier
@@ -329,3 +329,55 @@ def test_noise_is_never_more_than_a_wire_error(noise: bytes, count: int) -> None
     ):
         with contextlib.suppress(WireError):
             decode(noise)
+
+
+def test_a_tier_between_gets_copies_and_the_peer_none(tmp_path: Path) -> None:
+    with (
+        peer() as (receiver, there),
+        temporary_url("file", tmp_path, "capacity=16MiB") as file,
+        open_pool(f"memory://?capacity=16MiB,{file},{url_of(receiver)}") as pool,
+    ):
+        chunks = space_of(pool).keys(range(CHUNK * 3)).chunks()
+        write(space_of(pool), chunks)
+        assert pool.flush(20)
+        below = [(tier.write, tier.stored, tier.full) for tier in pool.tiers()[1:]]
+        assert below == [("back", 3, 0), ("never", 0, 0)]
+        assert not any(there.exists(chunks))
+
+
+def test_what_is_being_sent_cannot_be_evicted() -> None:
+    """A reader that takes nothing for a while: the chunks stay where they are until it has them."""
+    spec, size = pc.gqa(layers=8, heads=8, dim=128), 256
+    shard = Shard(range(8), range(8))
+    with open_pool("memory://?capacity=64MiB&deadline=30") as pool, pc.receiving(pool) as receiver:
+        there = pool.space(pc.identity(), spec, chunk_tokens=size)
+
+        def save(seed: int, num_chunks: int) -> list[Any]:
+            chunks = there.keys([seed, *range(1, num_chunks * size)]).chunks()
+            tiles = [np.full(shard.local_shape(spec, 0, size), seed, np.uint8) for _ in chunks]
+            return list(zip(chunks, there.write(chunks, shard, tiles, deadline_s=30), strict=True))
+
+        chunks = [chunk for chunk, status in save(1, 2) if status.stored]
+        assert len(chunks) == 2
+        store = open_source(parse_url(url_of(receiver)))
+        deadline = time.monotonic() + 60
+        try:
+            with store._channels.use(there.ref, deadline) as channel:
+                read = pull_wire.Read(tuple(chunks), shard, 60_000)
+                channel.connection.send(encode_frame(Type.READ, read.encode(), number=7), deadline)
+                wait_until(lambda: bool(published(there)), what="the peer sends")
+                for seed in range(2, 20):
+                    save(seed, 1)
+                assert pool.stats().store.evicted > 0
+                assert all(there.exists(chunks)), "they are held"
+                header, meta = channel.connection.receive(deadline)
+                out = np.zeros(header.data_bytes, np.uint8)
+                channel.connection.receive_into([out.data], deadline)
+                assert pull_wire.decode_read_answer(meta, 2, 64)[0] == [Status.OK] * 2
+                assert (out == 1).all()
+        finally:
+            store.close()
+        wait_until(lambda: not published(there), what="nothing is held any longer")
+        for seed in range(20, 40):
+            save(seed, 1)
+        assert not all(there.exists(chunks))

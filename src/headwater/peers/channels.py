@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from headwater.errors import ConfigError, DeadlineError, PeerGoneError, PeerTimeoutError, WireError
 from headwater.locks import ForkSafeLock
 from headwater.peers.address import PeerAddress, is_loopback
-from headwater.peers.caller import Caller
+from headwater.peers.caller import Caller, LinkSettings
 from headwater.peers.carriers.tcp import Connection
 from headwater.peers.hello import Role, read_secret
-from headwater.peers.link import LinkSettings
 from headwater.peers.wire import Header, Type, encode_frame
 from headwater.stores.base import SpaceRef
 from headwater.stores.url import StoreUrl
@@ -146,7 +145,9 @@ class Channels:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise PeerTimeoutError("there was no time left to connect")
-        settings = LinkSettings(self.settings.secret, self.settings.tls, min(CONNECT_S, left_s), left_s)
+        settings = LinkSettings(
+            secret=self.settings.secret, tls=self.settings.tls, connect_s=min(CONNECT_S, left_s), io_s=left_s
+        )
         server = int.from_bytes(secrets.token_bytes(8), "little") | 1
         scope, described = (bytes(32), b"") if space is None else (space.scope, describe(space))
         caller = Caller(Role.FOLLOW if space is None else Role.PULL, server, 0, scope, described)

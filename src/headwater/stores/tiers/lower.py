@@ -247,6 +247,7 @@ class SourceTier:
             breaker=breaker.state,
             breaker_trips=breaker.trips,
             breaker_reason=breaker.reason,
+            events="none",
         )
 
 
