@@ -319,6 +319,25 @@ def test_a_rank_that_fails_ends_the_chunk_for_all_and_the_next_try_is_right() ->
         check_arrived(there, chunks)
 
 
+def test_a_chunk_that_is_taken_away_under_a_push_leaves_no_limbo() -> None:
+    with two_pools() as (one, other), receiving(other) as receiver:
+        here, there = open_space(one), open_space(other)
+        chunks, shard = prompt(here, 3), whole_shard(here.spec)
+        save(here, chunks, shard, range(3))
+        with sending(here) as (sender,):
+            transfer = transfer_id()
+            assert sender.push(transfer, str(receiver.address), chunks)
+            sender.noted(chunks, range(3))
+            _wait_for_layers(there, chunks, 3)
+            other.clear()
+            save(here, chunks, shard, range(3, 6))
+            sender.noted(chunks, range(3, 6))
+            assert sender.flush(transfer, 10.0) == 0
+            assert sender.counts["chunks_lost"] == 3
+        wait_until(lambda: other.stats().store.used_bytes == 0, 10.0, "nothing is in limbo")
+        assert receiver.landing.pending_bytes == 0
+
+
 def test_a_rank_that_never_comes_is_not_waited_for() -> None:
     with two_pools() as (one, other), receiving(other, join_s=0.5) as receiver:
         here = open_space(one)

@@ -73,6 +73,8 @@ class Landing:
         self._fillings: dict[bytes, Filling] = {}
         self._lock = threading.Lock()
         self._reserving = threading.Lock()
+        self._untidy: list[Space] = []
+        """Where records were taken away while their extents were open (with their parents, say): in limbo since."""
 
     @property
     def pending_bytes(self) -> int:
@@ -218,6 +220,8 @@ class Landing:
                     self.counts["chunks_stored"] += 1
             self._close([part for part in parts if not part.tiles_left])
         self.abort(lost, "chunks_lost")
+        if lost:
+            self._untidy.append(space)
         return statuses
 
     # ---- giving up ----------------------------------------------------------------------------------------------
@@ -244,7 +248,9 @@ class Landing:
         going.sort(key=lambda filling: -filling.chunk.number)
         for space in {id(filling.space): filling.space for filling in going}.values():
             with contextlib.suppress(HeadwaterError):  # what is not aborted now expires
-                space.abort([filling.chunk for filling in going if filling.space is space])
+                mine = [filling.chunk for filling in going if filling.space is space]
+                if space.abort(mine) < len(mine):
+                    self._untidy.append(space)
         with self._lock:
             for filling in going:
                 if self._fillings.get(filling.chunk.key) is filling:
@@ -265,6 +271,13 @@ class Landing:
                 if now - filling.touched_s > patience_s and not any(part.tiles_left for part in filling.parts)
             ]
         self.abort(stale, "chunks_orphaned")
+
+    def tidy(self) -> None:
+        """Have the pool free what lay in limbo because it was open here."""
+        spaces, self._untidy = self._untidy, []
+        for space in {id(space): space for space in spaces}.values():
+            with contextlib.suppress(HeadwaterError):
+                space.tidy()
 
     def _close(self, parts: Sequence[Part]) -> None:
         """Under the lock: let go of extents that nobody receives into any more."""

@@ -38,9 +38,9 @@ log = logging.getLogger("headwater")
 _FRAME_BYTES = 64 << 20
 """Of one data frame, about: what the peer notes and shows at a time, where the saver's groups are not smaller."""
 _DIVIDED_BYTES = 8 << 20
+"""From how much on a group of layers is divided among lanes."""
 _PATIENCE_S = 60.0
 """A transfer that nothing happens to for so long is dropped."""
-
 
 Told = Callable[[], None]
 
@@ -233,7 +233,8 @@ class Link:
         """Send what is in the own pool already, whether it was noted here or not."""
         wanted = [i for i, state in enumerate(batch.states) if not state.is_final and not self._is_sent(batch, i)]
         if wanted:
-            held = Held(self._space.lend([batch.chunks[i] for i in wanted], self._mine), wanted, self._mine.layers)
+            loan = self._space.lend([batch.chunks[i] for i in wanted], self._mine)
+            held = Held(loan, {number: row for row, number in enumerate(wanted)}, self._mine.layers)
             try:
                 for i, place in zip(wanted, held.loan.places, strict=True):
                     if place is not None:

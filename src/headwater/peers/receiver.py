@@ -186,6 +186,7 @@ class Receiver:
     def _keep_house(self) -> None:
         while not self._closing.wait(_SWEEP_S):
             self.landing.sweep(self.settings.join_s)
+            self.landing.tidy()
 
     def _serve(self, sock: socket.socket) -> None:
         """One connection, from its greeting to its end."""

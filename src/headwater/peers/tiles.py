@@ -39,17 +39,18 @@ class Held(NamedTuple):
     """A loan of all of a rank's layers of some chunks of a batch."""
 
     loan: Loan
-    numbers: Sequence[int]
+    rows: dict[int, int]
+    """By number of the chunk: its row in the loan."""
     layers: range
 
     def has(self, numbers: Sequence[int]) -> bool:
         """Whether these chunks are in it."""
         places = self.loan.places
-        return all(places[self.numbers.index(number)] is not None for number in numbers)
+        return all(places[self.rows[number]] is not None for number in numbers)
 
     def part(self, numbers: Sequence[int], layers: range) -> tuple[list[Place | None], npt.NDArray[np.uint64]]:
         """Places and checksums of some chunks and layers."""
-        rows = [self.numbers.index(number) for number in numbers]
+        rows = [self.rows[number] for number in numbers]
         columns = [self.layers.index(layer) for layer in layers]
         return [self.loan.places[row] for row in rows], self.loan.sums[np.ix_(rows, columns)]
 

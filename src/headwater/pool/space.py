@@ -354,6 +354,10 @@ class Space:
         """
         return self._store.abandon([chunk.key for chunk in chunks]) if chunks else 0
 
+    def tidy(self) -> None:
+        """Free at once what was taken away while somebody had it open, and nobody has any more (mapped stores only)."""
+        self._in_place("write").remove(self._any_root, [])
+
     def lend(self, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
         """Where consecutive chunks of one chain are stored, under one lease (mapped stores only). Chunks that are not
         complete yet are among them if all tiles of this shard are in.
