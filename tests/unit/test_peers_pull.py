@@ -381,3 +381,15 @@ def test_what_is_being_sent_cannot_be_evicted() -> None:
         for seed in range(20, 40):
             save(seed, 1)
         assert not all(there.exists(chunks))
+
+
+def test_a_look_up_does_not_wait_for_reads() -> None:
+    """All connections may be busy with a large fetch: a scheduler asks beside them, and the breaker stays closed."""
+    with peer() as (receiver, there), with_peer(receiver, "lookup=2&deadline=30&connections=2") as pool:
+        keys = there.keys(range(CHUNK * 3))
+        write(there, keys.chunks())
+        store: Any = pool._store
+        channels, deadline = store._tiers[0].store._channels, time.monotonic() + 60
+        with channels.use(there.ref, deadline), channels.use(there.ref, deadline):
+            assert space_of(pool).match(keys).num_tokens == CHUNK * 3
+        assert (pool.tiers()[1].breaker, pool.tiers()[1].failed) == ("closed", 0)

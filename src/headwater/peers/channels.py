@@ -30,6 +30,8 @@ from headwater.stores.url import StoreUrl
 IDLE_S = 30.0
 """A connection that nobody used for so long is closed."""
 CONNECT_S = 1.0
+QUESTIONS = 4
+"""Connections beside those for reads, at most."""
 DEFAULT_CONNECTIONS = 4
 
 
@@ -118,13 +120,17 @@ class Channels:
         self._pid = os.getpid()
         self._idle: dict[bytes, list[Channel]] = {}
         self._free = threading.BoundedSemaphore(self.settings.connections)
+        self._free_to_ask = threading.BoundedSemaphore(QUESTIONS)
 
     @contextmanager
-    def use(self, space: SpaceRef | None, deadline: float) -> Iterator[Channel]:
-        """A connection for requests about a space (None: about none). Raises PeerError where there is none in time."""
+    def use(self, space: SpaceRef | None, deadline: float, *, is_question: bool = False) -> Iterator[Channel]:
+        """A connection for requests about a space (None: about none). Raises PeerError where there is none in time.
+
+        Questions, whose answers are small, have connections of their own: they do not wait for reads.
+        """
         if self._pid != os.getpid():
             self._begin()  # its parent's connections are its parent's
-        free = self._free
+        free = self._free_to_ask if is_question else self._free
         if not free.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DeadlineError(f"all connections to {self.settings.address} are in use")
         try:

@@ -166,7 +166,7 @@ class PeerStore:
         end = time.monotonic() + self.lookup_s
 
         def work() -> T:
-            with self._channels.use(space, end) as channel:
+            with self._channels.use(space, end, is_question=True) as channel:
                 header, answer = channel.ask(kind, meta, end)
                 if header.data_bytes:
                     raise WireError("an answer with data that nobody asked for")
@@ -302,13 +302,13 @@ class PeerStore:
     def ping(self) -> None:
         """See `stores.base.SourceStore.ping`."""
         end = time.monotonic() + max(self.lookup_s, 1.0)
-        with self._channels.use(None, end) as channel:
+        with self._channels.use(None, end, is_question=True) as channel:
             channel.ask(Type.PING, b"", end)
 
     def scan(self) -> Iterator[ChunkInfo]:
         """See `stores.base.Store.scan`. Raises PeerError where the peer does not answer."""
         end, reader = time.monotonic() + _ADMIN_S, PageReader()
-        with self._channels.use(None, end) as channel:
+        with self._channels.use(None, end, is_question=True) as channel:
             _, meta = channel.ask(Type.LIST, b"", end)
             pages = [reader.decode(meta)]
             while not pages[-1].is_last:
@@ -318,7 +318,7 @@ class PeerStore:
     def stats(self) -> StoreStats:
         """See `stores.base.Store.stats`: the other host's first tier. Raises PeerError where it does not answer."""
         end = time.monotonic() + max(self.lookup_s, 1.0)
-        with self._channels.use(None, end) as channel:
+        with self._channels.use(None, end, is_question=True) as channel:
             _, meta = channel.ask(Type.STATS, b"", end)
         try:
             found = json.loads(meta)

@@ -1,8 +1,8 @@
 """The listening end: one process per host and pool, into which other hosts push, and from which they may pull.
 
 A thread a connection, since a connection's time is spent in the kernel. What a connection may do follows from the role
-in its hello; `ROLES` is where further ones (pull, events) get their place. A connection that says anything out of
-order, out of bounds or out of time is closed and counted, and costs nothing else.
+in its hello: see `ROLES`. A connection that says anything out of order, out of bounds or out of time is closed and
+counted, and costs nothing else.
 """
 
 from __future__ import annotations

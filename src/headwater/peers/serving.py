@@ -180,8 +180,12 @@ class PullSession(Lanes):
         """A caller's copies did not verify: what is damaged here is removed, and counted."""
         left_s = min(read.within_ms / 1000, _LONGEST_READ_S)
         statuses = []
-        with self._slow:
+        if not self._slow.acquire(timeout=left_s):
+            raise PeerTimeoutError("too many reads at once")
+        try:
             for chunk in read.chunks:
                 piece = Piece(chunk, read.shard, self._space.empty(chunk, read.shard))
                 statuses.append(self._store.judge(self._root(chunk.root), piece, left_s))
+        finally:
+            self._slow.release()
         return statuses

@@ -257,7 +257,7 @@ def test_memory_and_descriptors_stay_where_they_are() -> None:
 
 def test_many_processes_load_from_one_peer() -> None:
     script = (
-        "import sys, test_peers_pull as t\n"
+        "import sys, test_peers_pulling as t\n"
         "with t.this_host(int(sys.argv[1]), 'lookup=20&deadline=30') as pool:\n"
         "    chunks = t.space_of(pool).match(t.space_of(pool).keys(t.TOKENS)).chunks\n"
         "    print(len(chunks), [s.name for s in set(t.read(pool, chunks))], flush=True)\n"
