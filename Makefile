@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help serve demo venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server mooncake
+.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server mooncake
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ serve: $(SERVE_STAMP)  ## serve SmolLM2 with OpenAI's API on 127.0.0.1:8000, sha
 
 demo: $(SERVE_STAMP)  ## two servers on one pool: what the second one saves
 	$(BIN)/headwater demo $(ARGS)
+
+demo-pd: $(SERVE_STAMP)  ## prefill and decode in two servers behind a proxy: what decode is spared (under 2 minutes)
+	$(BIN)/headwater demo --disaggregated --tokens 2000 $(ARGS)
 
 # Two at a time at first: the unit tests keep one core busy, and so does vLLM, which mostly starts.
 test: lint redis-server  ## lint, types, coverage, every test but the two long suites below

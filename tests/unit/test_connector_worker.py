@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="the connector needs torch")
 from headwater.connector.arrivals import Arrivals
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.idle import IdleWorker
-from headwater.connector.orders import Job, LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.orders import FlushOrder, Job, LoadOrder, PushOrder, SaveOrder, StepOrders, StepReport
 from headwater.connector.wire import orders_from_wire, orders_to_wire, report_from_wire, report_to_wire
 from headwater.connector.worker import WorkerSide
 from headwater.errors import InvalidArgumentError
@@ -389,7 +389,12 @@ def make_orders() -> StepOrders:
         before = (SaveOrder(r.job("é", r.chunks(1), A), **names), SaveOrder(r.job("b", r.chunks(2)[1:], [])))
         during = (SaveOrder(r.job("c", r.space.keys([*range(21)]).chunks(), B)),)
         loads = (LoadOrder(r.job("d", r.chunks(3, 3)[1:], A), 17, mode="layerwise", **names),)
-        return StepOrders(7, before, during, loads, ("x", "y"), frozenset({5, 3}), True)
+        pushes = (
+            PushOrder("c", "0f", "host:1", tuple(r.chunks(2)), **names),
+            PushOrder("e", "1f", "[::1]:2", tuple(r.chunks(1))),
+        )
+        flushes = (FlushOrder("c", "0f", 2.5), FlushOrder("e", "1f", 0.0))
+        return StepOrders(7, before, during, loads, ("x", "y"), frozenset({5, 3}), True, pushes, flushes)
 
 
 def same(one: StepOrders, other: StepOrders) -> bool:
@@ -400,7 +405,7 @@ def same(one: StepOrders, other: StepOrders) -> bool:
         groups = [[(group.chunks, group.block_ids.tolist()) for group in job.groups] for job in jobs]
         names = [(order.tenant, order.adapter) for order in (*orders.before, *orders.during, *orders.loads)]
         loads = [(load.num_local, load.mode) for load in orders.loads]
-        rest = (orders.epoch, orders.cancelled, orders.wrong_blocks, orders.is_idle)
+        rest = (orders.epoch, orders.cancelled, orders.wrong_blocks, orders.is_idle, orders.pushes, orders.flushes)
         return [job.request_id for job in jobs], groups, names, loads, len(orders.before), len(orders.during), rest
 
     return bool(plain(one) == plain(other))
@@ -409,7 +414,7 @@ def same(one: StepOrders, other: StepOrders) -> bool:
 def test_orders_and_reports_survive_the_wire() -> None:
     for orders in (make_orders(), StepOrders()):
         assert same(orders_from_wire(*orders_to_wire(orders)), orders)
-    report = StepReport({"a": (1, 2), "b": ()}, {"c": 256}, "because")
+    report = StepReport({"a": (1, 2), "b": ()}, {"c": 256}, "because", {"d": (7, 9)})
     assert report_from_wire(report_to_wire(report)) == report
 
 
@@ -427,6 +432,10 @@ def test_the_wire_takes_nothing_else() -> None:
         lambda f, a: f.update(before=3),
         lambda f, a: f["before"].pop(),
         lambda f, a: f["loads"][0].update(mode="pray"),
+        lambda f, a: f["pushes"].pop(),
+        lambda f, a: f["pushes"][0].pop("peer"),
+        lambda f, a: f["flushes"][0].pop(),
+        lambda f, a: f.update(flushes=[["c", "0f", -1.0]]),
         lambda f, a: f["loads"][0].update(tenant="zz"),
         lambda f, a: f["loads"][0].update(groups=[]),
         lambda f, a: f["loads"][0]["groups"][0].pop(),

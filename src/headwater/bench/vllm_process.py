@@ -67,6 +67,7 @@ class Commands:
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
+            "transfers": [output.kv_transfer_params for output in outputs],
             "seconds": seconds,
             **self.hits_since(before),
         }

@@ -60,6 +60,11 @@ OPTIONS: dict[str, _Row] = {
     ),
     "pool_saves_decoded": _Row(bool, "Save what was generated, too."),
     "pool_group_bytes": _Row(int | None, "Layers move together until they have so many bytes; if not given, as suits."),
+    "peer_secret_file": _Row(
+        str | None,
+        "A file with the secret that servers share which push KV to each other; needed between hosts.",
+        "FILE",
+    ),
 }
 
 

@@ -88,6 +88,14 @@ def serve(
             "in shared memory that all servers of this user share.",
         ),
     ] = None,
+    peer_listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            rich_help_panel=PANEL,
+            help="Let other servers push KV into this one's pool: the receiver listens here (port 0 takes a free one).",
+        ),
+    ] = None,
     no_pool: Annotated[
         bool, typer.Option("--no-pool", rich_help_panel=PANEL, help="Share nothing, and keep nothing.")
     ] = False,
@@ -110,9 +118,12 @@ def serve(
         max_connections=max_connections,
         header_timeout_s=header_timeout,
         engine_timeout_s=engine_timeout,
+        peer_listen=peer_listen,
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
     )
+    if peer_listen is not None and no_pool:
+        raise InvalidArgumentError("--peer-listen needs a pool to receive into; leave --no-pool out")
     # Only now: it makes the pool if there is none.
     chosen = _choose_pool(pool, no_pool, config)
     server = replace(server, engine=replace(config, pool=chosen.url))
@@ -131,6 +142,7 @@ def serve(
         hooks = Hooks(
             on_progress=on_progress,
             on_ready=on_ready,
+            on_peer=lambda address: typer.echo(f"peers    {address}"),
             on_death=lambda reason: typer.echo(f"error: {one_line(reason)}", err=True),
         )
         with needs_extra():

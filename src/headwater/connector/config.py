@@ -46,6 +46,8 @@ class ConnectorConfig:
     CPU, 512 on a GPU. When it is full, saves are dropped."""
     save_staging_bytes: int | None = None
     """What saves get instead, where that is not the same."""
+    peer_secret_file: str | None = None
+    """What other hosts are shown before KV is pushed to them; None: only receivers of this host are pushed to."""
 
     def __post_init__(self) -> None:
         _one_of("role", self.role, ROLES)

@@ -113,6 +113,13 @@ POOL_METRICS: tuple[Metric, ...] = (
         "Dropped chunks are tried again.",
     ),
     _worker("damaged_chunks", "num_damaged", "Chunks that did not verify when they were loaded, and were recomputed."),
+    _worker("pushed_bytes", "pushed_bytes", "Bytes of KV sent to other hosts."),
+    _worker("pushed_chunks", "num_pushed", "Chunks that were sent to other hosts whole, or that these had already."),
+    _worker(
+        "dropped_pushes",
+        "num_push_drops",
+        "Chunks that were to be sent to another host and were not: it failed or had no room, or was too slow.",
+    ),
     _worker("step_seconds", "step_seconds", "Time that the thread which runs the model spent in the connector."),
     _worker("thread_seconds", "thread_seconds", "Processor time of Headwater's own threads."),
     _store("capacity_bytes", "gauge", "Capacity of the first tier: data and index together."),

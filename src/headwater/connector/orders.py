@@ -80,6 +80,29 @@ class LoadOrder:
 
 
 @dataclass(frozen=True)
+class PushOrder:
+    """Chunks of a request that go to another host's pool as well, as soon as this host's has them."""
+
+    request_id: str
+    transfer: str
+    """Its id, in hex."""
+    peer: str
+    """HOST:PORT of the receiver."""
+    chunks: tuple[ChunkRef, ...]
+    tenant: bytes = b""
+    adapter: bytes = b""
+
+
+class FlushOrder(NamedTuple):
+    """All chunks of a transfer are ordered: send the rest, and report how many tokens are with the peer."""
+
+    request_id: str
+    transfer: str
+    deadline_s: float
+    """Tokens that are not with the peer by then are dropped; 0: the request is gone, drop what is left."""
+
+
+@dataclass(frozen=True)
 class StepOrders:
     """One step, from the scheduler side to every worker side."""
 
@@ -96,11 +119,15 @@ class StepOrders:
     """Blocks that the step takes for computed and that are not: to be reported like those of a failed load."""
     is_idle: bool = False
     """Nothing is computed in this step, so that it may wait for a load."""
+    pushes: tuple[PushOrder, ...] = ()
+    """Chunks that other hosts get as well; they are among the saves of this step or of later ones, or saved already."""
+    flushes: tuple[FlushOrder, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether a worker side has nothing to do."""
-        return not (self.before or self.during or self.loads or self.cancelled or self.wrong_blocks)
+        saves_or_loads = self.before or self.during or self.loads or self.cancelled or self.wrong_blocks
+        return not (saves_or_loads or self.pushes or self.flushes)
 
 
 @dataclass(frozen=True)
@@ -113,15 +140,19 @@ class StepReport:
     """By request: the first token whose chunk was not saved, for want of room in staging or in the pool."""
     declined: str = ""
     """Why a worker side does not take part, if one does not."""
+    pushed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Flushes that are over: by request, how many tokens from its first on each rank that is done has sent."""
 
     def __bool__(self) -> bool:
-        return bool(self.ended or self.unsaved or self.declined)
+        return bool(self.ended or self.unsaved or self.declined or self.pushed)
 
     def merged(self, other: StepReport) -> StepReport:
         """Two reports as one."""
-        ended, unsaved = dict(self.ended), dict(self.unsaved)
+        ended, unsaved, pushed = dict(self.ended), dict(self.unsaved), dict(self.pushed)
         for request_id, counts in other.ended.items():
             ended[request_id] = ended.get(request_id, ()) + counts
+        for request_id, counts in other.pushed.items():
+            pushed[request_id] = pushed.get(request_id, ()) + counts
         for request_id, first_token in other.unsaved.items():
             unsaved[request_id] = min(first_token, unsaved.get(request_id, first_token))
-        return StepReport(ended, unsaved, self.declined or other.declined)
+        return StepReport(ended, unsaved, self.declined or other.declined, pushed)

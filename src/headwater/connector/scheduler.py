@@ -18,6 +18,7 @@ from headwater.connector.events import Listener, NoListener
 from headwater.connector.finder import Finder, LoadPlan
 from headwater.connector.orders import ASYNC, LAYERWISE, Job, LoadOrder, SaveOrder, StepOrders, StepReport
 from headwater.connector.origins import Origins
+from headwater.connector.pushes import Pushes
 from headwater.connector.spoiled import Spoiled
 from headwater.connector.stats import SchedulerCounts, TransferStats
 from headwater.connector.tracker import BlockIds, Inputs, LostChunks, SaveProgress, Scheduled, Tracked
@@ -96,6 +97,8 @@ class SchedulerSide:
         """Requests that are over, since the last step was ordered."""
         self._spoiled = Spoiled(block_size)
         self._lost = LostChunks(self._log)
+        self.pushes = Pushes(num_ranks)
+        """Prompts whose KV goes to another host as well."""
         self._last_saves: dict[str, tuple[SaveProgress, int]] = {}
         """By request that is over: how far it is saved, if nothing is dropped any more."""
 
@@ -141,8 +144,12 @@ class SchedulerSide:
             label=label,
             may_load=request_id not in self._former,
         )
-        if transfer is not None and transfer.is_expected and inputs is not None and self._config.loads:
+        if transfer is None or inputs is None:
+            return
+        if transfer.is_expected and self._config.loads:
             self._finder.expect(self._tracked[request_id], transfer)
+        if transfer.push_to and self._config.saves:
+            self.pushes.begin(self._tracked[request_id], transfer)
 
     def match(self, request_id: str, num_local: int) -> LoadPlan | None:
         """What can be loaded beyond the `num_local` tokens that the engine has itself. `num_tokens` 0: nothing that is
@@ -280,12 +287,16 @@ class SchedulerSide:
                     during += self._save_step(tracked, item)
             tracked.is_fresh = False
             tracked.num_computed = tracked.num_explained = item.num_computed + item.num_scheduled
+            self.pushes.computes(item.request_id, tracked.num_computed)
             tracked.num_most = max(tracked.num_most, tracked.num_computed)
+        pushes, flushes = self.pushes.take()
         orders = StepOrders(
             epoch=self._space.identity.epoch,
             before=tuple(self._before),
             during=tuple(during),
             loads=tuple(self._loads),
+            pushes=pushes,
+            flushes=flushes,
             cancelled=tuple(filter(self._is_abandoned, self._cancelled)),
             wrong_blocks=self._look_for_wrong(scheduled) if self._spoiled else frozenset(),
             is_idle=is_idle,
@@ -486,15 +497,4 @@ class SchedulerSide:
 
     def _look_for_wrong(self, scheduled: Sequence[Scheduled]) -> frozenset[int]:
         """Blocks that this step takes for computed and that are not, though they may become so in this very step."""
-        suspects = [(item, self._tracked[item.request_id]) for item in scheduled]
-        suspects = [(item, tracked) for item, tracked in suspects if tracked.is_suspect]
-        for item, tracked in suspects:
-            # A load that fails is reported, and spoils its blocks again.
-            start = item.num_computed if tracked.load is None else tracked.load.num_local
-            self._spoiled.rewrite(item.block_ids, start, item.num_computed + item.num_scheduled)
-        wrong = set[int]()
-        for item, tracked in suspects:
-            found = self._spoiled.wrong(item.block_ids, item.num_computed)
-            wrong |= found
-            tracked.is_suspect = bool(found) or self._spoiled.touches(item.block_ids)
-        return frozenset(wrong)
+        return self._spoiled.look([(item, self._tracked[item.request_id]) for item in scheduled])

@@ -9,9 +9,9 @@ saved, and a request that is about to use them is taken back in turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from headwater.connector.tracker import BlockIds
+from headwater.connector.tracker import BlockIds, Scheduled, Tracked
 
 
 class Spoiled:
@@ -65,3 +65,17 @@ class Spoiled:
             else:
                 # Begun anew, it may be right for less than before: those tokens were another request's.
                 self._num_right[block] = end - first
+
+    def look(self, scheduled: Sequence[tuple[Scheduled, Tracked]]) -> frozenset[int]:
+        """Blocks that a step takes for computed and that are not; those that it computes are right from now on."""
+        suspects = [(item, tracked) for item, tracked in scheduled if tracked.is_suspect]
+        for item, tracked in suspects:
+            # A load that fails is reported, and spoils its blocks again.
+            start = item.num_computed if tracked.load is None else tracked.load.num_local
+            self.rewrite(item.block_ids, start, item.num_computed + item.num_scheduled)
+        wrong = set[int]()
+        for item, tracked in suspects:
+            found = self.wrong(item.block_ids, item.num_computed)
+            wrong |= found
+            tracked.is_suspect = bool(found) or self.touches(item.block_ids)
+        return frozenset(wrong)

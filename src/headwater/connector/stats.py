@@ -39,6 +39,9 @@ class TransferStats:
     num_damaged: int = 0
     step_seconds: float = 0.0
     thread_seconds: float = 0.0
+    pushed_bytes: int = 0
+    num_pushed: int = 0
+    num_push_drops: int = 0
 
     num_asked_tokens: int = 0
     num_matched_tokens: int = 0

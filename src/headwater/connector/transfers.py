@@ -13,6 +13,7 @@ from typing import Any
 
 from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import ChunkRef
+from headwater.peers.address import parse_address
 
 PARAMETER = "kv_transfer_params"
 KEY = "headwater"
@@ -53,9 +54,15 @@ def parse_transfer(params: object) -> Transfer | None:
     where = f"{PARAMETER}.{KEY}"
     if not isinstance(ours, Mapping):
         raise InvalidArgumentError(f"{where}: expected an object")
+    push_to = _text(ours, "push_to", where)
+    if push_to:
+        try:
+            parse_address(push_to)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{where}.push_to: {error}") from None
     return Transfer(
         id=_text(ours, "transfer", where),
-        push_to=_text(ours, "push_to", where),
+        push_to=push_to,
         wait_s=_seconds(ours, "wait_s", where, DEFAULT_WAIT_S),
         start_s=_seconds(ours, "start_s", where, DEFAULT_START_S),
     )

@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headwater.connector.orders import ORDER_MODES, Job, JobGroup, LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.orders import (
+    ORDER_MODES,
+    FlushOrder,
+    Job,
+    JobGroup,
+    LoadOrder,
+    PushOrder,
+    SaveOrder,
+    StepOrders,
+    StepReport,
+)
 from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import KEY_BYTES, ChunkRef
 from headwater.pool.wait import Wait
@@ -23,6 +33,7 @@ MAX_TOKENS = 1 << 40
 """In one request: beyond any position, and far from where 64 bits end."""
 MAX_SECONDS = 86400.0
 WORDS_PER_KEY = KEY_BYTES // 8
+_NO_BLOCKS = np.empty(0, np.int32)
 
 Arrays = list[npt.NDArray[Any]]
 Wire = tuple[dict[str, Any], Arrays]
@@ -32,12 +43,15 @@ def orders_to_wire(orders: StepOrders) -> Wire:
     """The orders as JSON data and four arrays."""
     every: list[SaveOrder | LoadOrder] = [*orders.before, *orders.during, *orders.loads]
     groups = [group for order in every for group in order.job.groups]
+    groups += [JobGroup(push.chunks, _NO_BLOCKS) for push in orders.pushes]
     chunks = [chunk for group in groups for chunk in group.chunks]
     fields = {
         "epoch": orders.epoch,
         "before": [_order_fields(order) for order in orders.before],
         "during": [_order_fields(order) for order in orders.during],
         "loads": [_load_fields(order) for order in orders.loads],
+        "pushes": [_push_fields(push) for push in orders.pushes],
+        "flushes": [list(flush) for flush in orders.flushes],
         "cancelled": list(orders.cancelled),
         "is_idle": orders.is_idle,
     }
@@ -56,6 +70,8 @@ def orders_from_wire(fields: dict[str, Any], arrays: Arrays) -> StepOrders:
             before=tuple(reader.save_orders(fields["before"])),
             during=tuple(reader.save_orders(fields["during"])),
             loads=tuple(reader.load_orders(fields["loads"])),
+            pushes=tuple(reader.push_orders(fields["pushes"])),
+            flushes=tuple(FlushOrder(str(who), str(what), _seconds(end_s)) for who, what, end_s in fields["flushes"]),
             cancelled=tuple(str(request_id) for request_id in fields["cancelled"]),
             wrong_blocks=frozenset(arrays[3].tolist()),
             is_idle=bool(fields["is_idle"]),
@@ -69,7 +85,8 @@ def orders_from_wire(fields: dict[str, Any], arrays: Arrays) -> StepOrders:
 def report_to_wire(report: StepReport) -> dict[str, Any]:
     """The report as JSON data."""
     ended = {request_id: list(counts) for request_id, counts in report.ended.items()}
-    return {"ended": ended, "unsaved": dict(report.unsaved), "declined": report.declined}
+    pushed = {request_id: list(counts) for request_id, counts in report.pushed.items()}
+    return {"ended": ended, "unsaved": dict(report.unsaved), "declined": report.declined, "pushed": pushed}
 
 
 def report_from_wire(fields: dict[str, Any]) -> StepReport:
@@ -77,7 +94,8 @@ def report_from_wire(fields: dict[str, Any]) -> StepReport:
     try:
         ended = {str(key): tuple(_number(count) for count in counts) for key, counts in fields["ended"].items()}
         unsaved = {str(key): _number(first) for key, first in fields["unsaved"].items()}
-        return StepReport(ended, unsaved, str(fields["declined"]))
+        pushed = {str(key): tuple(_number(count) for count in counts) for key, counts in fields["pushed"].items()}
+        return StepReport(ended, unsaved, str(fields["declined"]), pushed)
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise InvalidArgumentError(f"this is not the report of a step: {error}") from error
 
@@ -111,6 +129,17 @@ def _order_fields(order: SaveOrder | LoadOrder) -> dict[str, Any]:
 def _load_fields(order: LoadOrder) -> dict[str, Any]:
     wait = None if order.wait is None else list(order.wait)
     return _order_fields(order) | {"num_local": order.num_local, "mode": order.mode, "wait": wait}
+
+
+def _push_fields(push: PushOrder) -> dict[str, Any]:
+    return {
+        "request_id": push.request_id,
+        "transfer": push.transfer,
+        "peer": push.peer,
+        "tenant": push.tenant.hex(),
+        "adapter": push.adapter.hex(),
+        "groups": [_group_fields(JobGroup(push.chunks, _NO_BLOCKS))],
+    }
 
 
 def _group_fields(group: JobGroup) -> list[Any]:
@@ -149,6 +178,11 @@ class _Reader:
                 raise ValueError(f"a load of mode {mode!r}")
             wait = None if fields["wait"] is None else Wait(*map(_seconds, fields["wait"]))
             yield LoadOrder(self._job(fields), _number(fields["num_local"]), tenant, adapter, mode, wait)
+
+    def push_orders(self, orders: Iterable[dict[str, Any]]) -> Iterator[PushOrder]:
+        for fields in orders:
+            tenant, adapter, job = bytes.fromhex(fields["tenant"]), bytes.fromhex(fields["adapter"]), self._job(fields)
+            yield PushOrder(job.request_id, str(fields["transfer"]), str(fields["peer"]), job.chunks, tenant, adapter)
 
     def check_end(self) -> None:
         if self._num_chunks != len(self._sizes) or self._num_blocks != len(self._block_ids):

@@ -8,7 +8,8 @@ calls `wait_layers` before it computes: a load whose layers were not waited for 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -17,10 +18,14 @@ import numpy.typing as npt
 from headwater.connector.arrivals import Arrivals, OnEnd
 from headwater.connector.clock import PROCESS_THREADS, timed
 from headwater.connector.config import ConnectorConfig
-from headwater.connector.orders import BLOCKING, LAYERWISE, Job, LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.orders import BLOCKING, LAYERWISE, Job, LoadOrder, PushOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.push_desk import OnPushed, PushDesk
 from headwater.connector.staging import ring_bytes
 from headwater.connector.stats import TRANSFER_BUCKETS_S, Durations, Times, TransferStats
 from headwater.kv.topology import Shard
+from headwater.peers.caller import LinkSettings
+from headwater.peers.hello import read_secret
+from headwater.peers.sender import PeerSender
 from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.transfer.load import Loader
@@ -34,6 +39,9 @@ SAVE_PATIENCE_S = 0.02
 """How long a step may wait for room in the staging before chunks are dropped: a bus moves a gigabyte meanwhile."""
 IDLE_WAIT_S = 0.05
 """How long a step that has nothing to compute waits for a load: then the engine may look for new requests."""
+
+PUSH_DROPS = ("chunks_dropped", "chunks_refused", "chunks_lost", "chunks_unsaved", "chunks_evicted", "chunks_stale")
+"""Counts of `PeerSender` that are chunks which did not get to their peer."""
 
 
 class WorkerSide:
@@ -52,14 +60,23 @@ class WorkerSide:
         on_end: OnEnd | None = None,
         starting: Callable[[], AbstractContextManager[None]] = nullcontext,
         mover: str | None = None,
+        server: int | None = None,
+        rank: int = 0,
+        on_pushed: OnPushed | None = None,
     ) -> None:
         """`block_size`: of the orders, where the view's blocks are smaller. `open_space` gives the space of another
-        epoch. With `on_end`, the ends of loads are told at once, from the loader's thread, and not in reports. Threads
-        are started inside `starting()`."""
+        epoch. With `on_end`, the ends of loads are told at once, from the loader's thread, and not in reports; with
+        `on_pushed`, so are those of pushes. Threads are started inside `starting()`. `server`: the number that its
+        ranks push under, `rank`: this one's among them."""
         self._view = view
         self._shard = shard
         self._config = config
         self._mover = mover
+        self._server = server
+        self._rank = rank
+        self._on_pushed = on_pushed
+        self._pushed: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        """Flushes that are over and were not reported."""
         self._load_times = Durations(TRANSFER_BUCKETS_S)
         self._save_times = Durations(TRANSFER_BUCKETS_S)
         self.step_seconds = 0.0
@@ -78,6 +95,7 @@ class WorkerSide:
         """Use this space from now on."""
         load_bytes, save_bytes = ring_bytes(self._config, "cuda" if self._view.device.type == "cuda" else "cpu")
         self._space = space
+        self._pushes = PushDesk(self._make_sender, self._on_pushed or self._end_push)
         with self._starting():
             self._saver = Saver(
                 space,
@@ -88,6 +106,7 @@ class WorkerSide:
                 deadline_s=self._config.save_deadline_s,
                 patience_s=SAVE_PATIENCE_S,
                 mover=self._mover,
+                sink=self._pushes,
             )
             self._loader = Loader(
                 space,
@@ -115,10 +134,22 @@ class WorkerSide:
             self._loader.cancel(request_id)
         for order in (*orders.before, *orders.during):
             self._name_root(order)
+        if orders.pushes:
+            self._push(orders.pushes)  # before their saves: these are told what is awaited
         if orders.before:
             self._saver.save_all([Wanted(*self._unpack(order.job)) for order in orders.before])
         for order in orders.during:
             self._saver.begin(*self._unpack(order.job))
+        if orders.flushes:
+            with self._starting():
+                for flush in orders.flushes:
+                    self._pushes.flush(flush)
+
+    def _push(self, orders: Sequence[PushOrder]) -> None:
+        with self._starting():
+            for order in orders:
+                self._name_root(order)
+                self._pushes.push(order)
 
     @timed
     def start_loads(self, orders: StepOrders) -> None:
@@ -222,7 +253,11 @@ class WorkerSide:
         unsaved = dict[str, int]()
         for name, first_token in self._saver.take_unsaved():
             unsaved[name] = min(first_token, unsaved.get(name, first_token))
-        return self._arrivals.take_report().merged(StepReport(unsaved=unsaved))
+        report = self._arrivals.take_report().merged(StepReport(unsaved=unsaved))
+        while not self._pushed.empty():
+            request_id, num_tokens = self._pushed.get()
+            report = report.merged(StepReport(pushed={request_id: (num_tokens,)}))
+        return report
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all saves so far are stored or given up."""
@@ -231,6 +266,7 @@ class WorkerSide:
     def stats(self) -> TransferStats:
         """Counts since the start, or since the last epoch began."""
         self._count_saves()
+        pushes = self._pushes.stats()
         return TransferStats(
             loaded_bytes=self._loader.num_bytes,
             saved_bytes=self._saver.num_bytes,
@@ -241,6 +277,9 @@ class WorkerSide:
             num_damaged=self._loader.statuses[Status.DAMAGED],
             step_seconds=self.step_seconds,
             thread_seconds=PROCESS_THREADS.seconds(),
+            pushed_bytes=pushes["bytes"],
+            num_pushed=pushes["chunks_sent"] + pushes["chunks_there"],
+            num_push_drops=sum(pushes[name] for name in PUSH_DROPS),
         )
 
     def take_times(self) -> Times:
@@ -256,6 +295,7 @@ class WorkerSide:
         """Drain saves for a moment, then stop both threads; loads under way end. Idempotent."""
         self._saver.close()
         self._count_saves()
+        self._pushes.close()
         self._loader.close()
 
     def leave(self) -> Arrivals:
@@ -268,7 +308,15 @@ class WorkerSide:
         self._load_times.end(request_id)
         self._arrivals.end(request_id, num_chunks)
 
-    def _name_root(self, order: SaveOrder | LoadOrder) -> None:
+    def _end_push(self, request_id: str, num_tokens: int) -> None:
+        self._pushed.put((request_id, num_tokens))
+
+    def _make_sender(self) -> PeerSender:
+        file = self._config.peer_secret_file
+        settings = LinkSettings(secret=None if file is None else read_secret(file))
+        return PeerSender(self._space, self._shard, server=self._server, rank=self._rank, settings=settings)
+
+    def _name_root(self, order: SaveOrder | LoadOrder | PushOrder) -> None:
         """Chunks are stored under a root that this process must know."""
         self._space.root(tenant=order.tenant, adapter=order.adapter)
 

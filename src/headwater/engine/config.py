@@ -52,6 +52,8 @@ class EngineConfig:
     pool_saves_decoded: bool = True
     pool_group_bytes: int | None = None
     """Layers that move while others are computed go together until they have so many bytes; None: as suits."""
+    peer_secret_file: str | None = None
+    """What other hosts are shown before KV is pushed to them; None: only receivers of this host are pushed to."""
 
     @property
     def connector(self) -> ConnectorConfig | None:
@@ -64,6 +66,7 @@ class EngineConfig:
             load_mode=self.pool_load,
             save_decoded=self.pool_saves_decoded,
             group_bytes=self.pool_group_bytes,
+            peer_secret_file=self.peer_secret_file,
         )
 
     def __post_init__(self) -> None:

@@ -10,12 +10,13 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
 
 from torch import Tensor
 
+from headwater.connector.pushes import FLUSH_S
 from headwater.connector.stats import TransferStats
 from headwater.connector.transfers import Transfer
 from headwater.engine.batch import make_step_input
@@ -48,6 +49,8 @@ log = logging.getLogger("headwater.engine")
 LOAD_WAIT_S = 0.05
 """How long a step waits for the pool when it has nothing else to do; then its caller may look around."""
 LOAD_POLL_S = 0.0005
+OVERTIME_S = 1.0
+"""How much longer than its deadline a flush is waited for, where a rank does not say how it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,12 @@ class _InFlight(NamedTuple):
     step: Step
     sampling: SamplingBatch
     pending: Pending
+
+
+class _Flushing(NamedTuple):
+    request: Request
+    output: RequestOutput
+    until_s: float
 
 
 class Engine:
@@ -120,6 +129,8 @@ class Engine:
         self._in_flight: _InFlight | None = None
         self._is_closed = False
         self._aborted: list[RequestOutput] = []
+        self._flushing: dict[int, _Flushing] = {}
+        """By arrival: requests that are over, and whose answer waits until another host has their KV."""
         self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
 
     def add(
@@ -157,12 +168,18 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request now and take its pages back; its last output comes with the next step. Unknown ids are fine."""
         if (request := self._requests.get(request_id)) is not None:
-            self._aborted.append(self._finish(request, FinishReason.ABORT, [], None))
+            self._aborted += self._finish(request, FinishReason.ABORT, [], None)
+        for arrival, (held, output, _) in list(self._flushing.items()):
+            if held.id == request_id:
+                self._link.stop_push(held)
+                del self._flushing[arrival]
+                self._aborted.append(output)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._requests or self._in_flight or self._aborted or self._scheduler.abandoned)
+        is_open = self._requests or self._in_flight or self._aborted or self._flushing
+        return bool(is_open or self._scheduler.abandoned)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step, then read the one before it, which the device computed in the meantime.
@@ -183,6 +200,7 @@ class Engine:
         self._in_flight = launched
         if not self._overlap or step.is_loading:
             outputs += self._land()
+        outputs += self._take_flushed()
         if not self.has_work:
             self._flush()  # no step follows that the last saves could go with
         return outputs
@@ -284,10 +302,29 @@ class Engine:
     def _wait_for_pool(self) -> None:
         """There is nothing to compute: wait a moment for a load, or for KV that comes from a lower tier."""
         num_fetching, deadline = self._link.num_fetching, time.monotonic() + LOAD_WAIT_S
-        while num_fetching or self._link.is_loading:
-            if self._hear() or self._link.num_fetching != num_fetching or time.monotonic() >= deadline:
+        num_flushing = self._num_flushing
+        while num_fetching or self._link.is_loading or num_flushing:
+            has_news = self._hear() or self._link.num_fetching != num_fetching or self._num_flushing != num_flushing
+            if has_news or time.monotonic() >= deadline:
                 return
             time.sleep(LOAD_POLL_S)
+
+    @property
+    def _num_flushing(self) -> int:
+        return sum(self._link.is_flushing(held.request) for held in self._flushing.values())
+
+    def _take_flushed(self) -> list[RequestOutput]:
+        """The answers whose KV is with another host, and those that wait for that no longer."""
+        outputs = []
+        for arrival, num_tokens in self._link.take_pushed():
+            if (held := self._flushing.pop(arrival, None)) is not None:
+                outputs.append(replace(held.output, num_sent_tokens=num_tokens))
+        now = time.monotonic()
+        for arrival, held in [(a, h) for a, h in self._flushing.items() if h.until_s <= now]:
+            self._link.stop_push(held.request)
+            del self._flushing[arrival]
+            outputs.append(replace(held.output, num_sent_tokens=0))
+        return outputs
 
     def _flush(self) -> None:
         """Have orders carried out that no step takes along."""
@@ -333,10 +370,10 @@ class Engine:
                 continue  # it stopped or was aborted while this step was on its way, or its step was taken back
             self._scheduler.landed(request, token)
             self._num_generated_tokens += 1
-            outputs.append(self._output(request, token, logprobs.get(row)))
+            outputs += self._output(request, token, logprobs.get(row))
         return outputs
 
-    def _output(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
+    def _output(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> list[RequestOutput]:
         said = None if logprobs is None else [logprobs]
         num_known = len(request.tokens) - request.num_prompt  # a further one may be in flight already
         if num_known == 1:
@@ -346,14 +383,21 @@ class Engine:
             return self._finish(request, FinishReason.STOP, [token], said)
         if num_known >= request.max_tokens:
             return self._finish(request, FinishReason.LENGTH, [token], said)
-        return _make_output(request, [token], said)
+        return [_make_output(request, [token], said)]
 
     def _finish(
         self, request: Request, reason: FinishReason, tokens: list[int], logprobs: list[TokenLogprobs] | None
-    ) -> RequestOutput:
+    ) -> list[RequestOutput]:
+        """End a request; its last output, unless that waits until another host has its KV."""
         self._scheduler.finish(request, reason)
         del self._requests[request.id]
-        return _make_output(request, tokens, logprobs)
+        output = _make_output(request, tokens, logprobs)
+        if self._link.is_flushing(request):
+            self._flushing[request.arrival] = _Flushing(request, output, time.monotonic() + FLUSH_S + OVERTIME_S)
+            return []
+        if request.transfer is not None and request.transfer.push_to:
+            output = replace(output, num_sent_tokens=0)
+        return [output]
 
     def _check_prompt(self, prompt: Sequence[int]) -> list[int]:
         tokens = [int(token) for token in prompt]

@@ -167,7 +167,7 @@ class Executor:
         group = secrets.randbits(63)
         self._pool = open_pool(config.pool, group=group)
         space = self._pool.space(identity, self._runner.spec)
-        self._runner.connect(space, config, self._load_ended)
+        self._runner.connect(space, config, self._load_ended, group, self._push_ended)
         self._ranks.connect(identity.canonical(), group)
         return space
 
@@ -204,6 +204,9 @@ class Executor:
 
     def _load_ended(self, request_id: str, num_chunks: int) -> None:
         self._add(StepReport(ended={request_id: (num_chunks,)}))
+
+    def _push_ended(self, request_id: str, num_tokens: int) -> None:
+        self._add(StepReport(pushed={request_id: (num_tokens,)}))
 
     def _add(self, report: StepReport) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ from headwater.connector.orders import StepOrders, StepReport
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.stats import TransferStats
 from headwater.connector.tracker import BlockIds, Inputs, Scheduled
+from headwater.engine.params import FinishReason
 
 if TYPE_CHECKING:
     from headwater.connector.config import ConnectorConfig
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 
 class LoadEnd(NamedTuple):
     """A load is over: the request with that arrival has the KV of its first `num_tokens` tokens."""
+
+    arrival: int
+    num_tokens: int
+
+
+class PushEnd(NamedTuple):
+    """A push is over: of the request with that arrival, the KV of so many tokens is with the other host."""
 
     arrival: int
     num_tokens: int
@@ -58,6 +66,18 @@ class Link(Protocol):
 
     def finish(self, request: Request) -> None:
         """The request is over. If its load is under way, its end is still reported."""
+        ...
+
+    def is_flushing(self, request: Request) -> bool:
+        """Whether a request that is over waits for its push: a `PushEnd` follows."""
+        ...
+
+    def stop_push(self, request: Request) -> None:
+        """Nobody waits for the push of a request any more."""
+        ...
+
+    def take_pushed(self) -> list[PushEnd]:
+        """Pushes that are over since the last call."""
         ...
 
     def order(self, step: Step | None) -> StepOrders:
@@ -100,6 +120,17 @@ class NoPool:
     def finish(self, request: Request) -> None:
         """Nothing to do."""
 
+    def is_flushing(self, request: Request) -> bool:
+        """Nothing is pushed."""
+        return False
+
+    def stop_push(self, request: Request) -> None:
+        """Nothing is pushed."""
+
+    def take_pushed(self) -> list[PushEnd]:
+        """Nothing is pushed."""
+        return []
+
     def order(self, step: Step | None) -> StepOrders:
         """Nothing to do."""
         return StepOrders()
@@ -123,6 +154,8 @@ class PoolLink:
         self, space: Space, config: ConnectorConfig, *, page_size: int, num_ranks: int, dummy_page: int
     ) -> None:
         self._side = SchedulerSide(space, config, block_size=page_size, num_ranks=num_ranks, dummy_block=dummy_page)
+        self._flushing: set[int] = set()
+        self._pushed: list[PushEnd] = []
 
     @property
     def is_loading(self) -> bool:
@@ -154,6 +187,24 @@ class PoolLink:
     def finish(self, request: Request) -> None:
         """Forget it, as soon as its load has ended."""
         self._side.finish(str(request.arrival), 0, ())
+        is_wanted = request.finish_reason is not FinishReason.ABORT
+        if self._side.pushes.finish(str(request.arrival), is_wanted=is_wanted):
+            self._flushing.add(request.arrival)
+
+    def is_flushing(self, request: Request) -> bool:
+        """See `Link`."""
+        return request.arrival in self._flushing
+
+    def stop_push(self, request: Request) -> None:
+        """See `Link`."""
+        if request.arrival in self._flushing:
+            self._flushing.remove(request.arrival)
+            self._side.pushes.stop(str(request.arrival))
+
+    def take_pushed(self) -> list[PushEnd]:
+        """See `Link`."""
+        pushed, self._pushed = self._pushed, []
+        return pushed
 
     def order(self, step: Step | None) -> StepOrders:
         """The loads that were started, and what is to be saved."""
@@ -170,7 +221,10 @@ class PoolLink:
         self._side.step_failed(orders)
 
     def hear(self, report: StepReport) -> list[LoadEnd]:
-        """The shortest rank decides how long a load is."""
+        """The shortest rank decides how long a load is, and a push."""
+        for name, num_tokens in self._side.pushes.hear(report):
+            self._flushing.discard(int(name))
+            self._pushed.append(PushEnd(int(name), num_tokens))
         return [LoadEnd(int(name), num_tokens) for name, num_tokens in self._side.hear(report)]
 
     def add_to(self, stats: TransferStats) -> TransferStats:

@@ -113,6 +113,8 @@ class RequestOutput:
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens that were not computed because their KV was already there."""
+    num_sent_tokens: int | None = None
+    """At the end of a request whose KV was to go to another host: prompt tokens, from the first on, that are there."""
 
 
 def _check(name: str, fine: bool, value: object, expected: str) -> None:

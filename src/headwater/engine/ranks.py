@@ -25,6 +25,7 @@ import torch
 
 from headwater.connector.arrivals import OnEnd
 from headwater.connector.orders import StepOrders, StepReport
+from headwater.connector.push_desk import OnPushed
 from headwater.connector.wire import orders_from_wire, orders_to_wire, report_from_wire, report_to_wire
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
@@ -228,6 +229,10 @@ def _follow(sock: socket.socket, runner: Runner, config: EngineConfig) -> None:
         with suppress(EngineDeadError):
             tell("report", report_to_wire(StepReport(ended={request_id: (num_chunks,)})))
 
+    def push_ended(request_id: str, num_tokens: int) -> None:
+        with suppress(EngineDeadError):
+            tell("report", report_to_wire(StepReport(pushed={request_id: (num_tokens,)})))
+
     try:
         while True:
             message = receive(sock)
@@ -243,7 +248,7 @@ def _follow(sock: socket.socket, runner: Runner, config: EngineConfig) -> None:
                 runner.allocate(int(message.fields["num_pages"]), int(message.fields["max_model_len"]))
                 tell("ready", {})
             elif message.kind == "connect":
-                _connect(message, runner, config, load_ended)
+                _connect(message, runner, config, load_ended, push_ended)
                 tell("connected", {})
             elif message.kind == "drain" and runner.pool is not None:
                 tell("drained", {"done": runner.pool.drain(float(message.fields["timeout_s"]))})
@@ -264,12 +269,12 @@ def _read_step(message: Message) -> tuple[StepInput | None, StepOrders]:
     return StepInput(*inputs) if computes else None, orders
 
 
-def _connect(message: Message, runner: Runner, config: EngineConfig, on_end: OnEnd) -> None:
-    connector = config.connector
+def _connect(message: Message, runner: Runner, config: EngineConfig, on_end: OnEnd, on_pushed: OnPushed) -> None:
+    connector, group = config.connector, int(message.fields["group"])
     assert connector is not None, "connected without a pool"
-    pool = open_pool(connector.pool, group=int(message.fields["group"]))
+    pool = open_pool(connector.pool, group=group)
     space = pool.space(Identity.from_canonical(message.fields["identity"]), runner.spec)
-    runner.connect(space, connector, on_end)
+    runner.connect(space, connector, on_end, group, on_pushed)
 
 
 @cache

@@ -15,6 +15,7 @@ from torch import Tensor
 from headwater.connector.arrivals import OnEnd
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.orders import StepOrders
+from headwater.connector.push_desk import OnPushed
 from headwater.connector.worker import WorkerSide
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
@@ -100,8 +101,9 @@ class Runner:
         if self.expert_rows is not None:
             self.expert_rows.start()
 
-    def connect(self, space: Space, config: ConnectorConfig, on_end: OnEnd) -> None:
-        """Join this rank's cache to the pool. `on_end` is told of loads that end, from a thread of their own."""
+    def connect(self, space: Space, config: ConnectorConfig, on_end: OnEnd, server: int, on_pushed: OnPushed) -> None:
+        """Join this rank's cache to the pool, as a member of `server`. `on_end` is told of loads that end, `on_pushed`
+        of pushes, each from a thread of its own."""
         assert self.cache is not None, "connect before allocate"
         if self.device.type == "cuda":
             switch_threads_often()  # this process launches steps and serves nobody else
@@ -109,7 +111,17 @@ class Runner:
         view = view_description(self.spec, self.cache.view, self.cache.data)
         # With the dummy page, which takes what must not be written over pages that others use.
         view = replace(view, num_blocks=self.cache.num_pages + 1)
-        self.pool = WorkerSide(space, view, shard, config, dummy_block=self.cache.num_pages, on_end=on_end)
+        self.pool = WorkerSide(
+            space,
+            view,
+            shard,
+            config,
+            dummy_block=self.cache.num_pages,
+            on_end=on_end,
+            server=server,
+            rank=self.parallel.rank,
+            on_pushed=on_pushed,
+        )
 
     def step(self, step: StepInput | None, orders: StepOrders, previous: Tensor | None) -> Tensor | None:
         """Carry out a step's orders and compute it; the logits of its samples, if it computes anything.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -82,6 +82,8 @@ class Transfer:
     changed: threading.Condition = field(default_factory=threading.Condition)
     used_s: float = field(default_factory=time.monotonic)
     is_cancelled: bool = False
+    on_change: Callable[[], None] | None = None
+    """Called beside `changed`, by the link's thread."""
 
     @property
     def is_settled(self) -> bool:
@@ -103,6 +105,8 @@ class Transfer:
         """Wake whoever waits for it."""
         with self.changed:
             self.changed.notify_all()
+        if (on_change := self.on_change) is not None:
+            on_change()
 
 
 def settle_put(batch: Batch, statuses: Sequence[Status]) -> int:

@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headwater.errors import InvalidArgumentError
@@ -107,6 +107,13 @@ class PeerSender:
                 return False
         return True
 
+    def wants(self, chunks: Sequence[ChunkRef]) -> bool:
+        """Whether some of these chunks are on their way to a peer: then each group of layers should be noted."""
+        with self._lock:
+            batches = [batch for _, outgoing in self._transfers.values() for batch in outgoing.batches]
+        keys = {chunk.key for chunk in chunks}
+        return any(chunk.key in keys for batch in batches for chunk in batch.chunks)
+
     def noted(self, chunks: Sequence[ChunkRef], layers: range) -> None:
         """Checksums of some layers of these chunks are in the own pool's index: send them where they are awaited."""
         keys = [chunk.key for chunk in chunks]
@@ -125,15 +132,38 @@ class PeerSender:
         tokens from the beginning of the prompt that are there. Forgets the transfer."""
         end = time.monotonic() + deadline_s
         with self._lock:
+            known = self._transfers.get(transfer_name(transfer))
+        if known is None:
+            return 0
+        _, outgoing = known
+        self.push_on(transfer)
+        with outgoing.changed:
+            outgoing.changed.wait_for(lambda: outgoing.is_settled, max(0.0, end - time.monotonic()))
+        return self.end(transfer)
+
+    def push_on(self, transfer: str, changed: Callable[[], None] | None = None) -> bool:
+        """Send whatever the own pool has of a transfer by now, noted or not. Whether all of it is with the peer or
+        dropped; `changed` is called, by a thread that must not wait, when more of it may be."""
+        with self._lock:
+            known = self._transfers.get(transfer_name(transfer))
+        if known is None:
+            return True
+        link, outgoing = known
+        outgoing.used_s = time.monotonic()
+        outgoing.on_change = changed or outgoing.on_change
+        if not outgoing.is_settled:
+            link.tell(lambda: link.finish(outgoing), always=True)
+        return outgoing.is_settled
+
+    def end(self, transfer: str) -> int:
+        """Forget a transfer: what is not with the peer is dropped. The tokens from its beginning that are there."""
+        with self._lock:
             known = self._transfers.pop(transfer_name(transfer), None)
         if known is None:
             return 0
         link, outgoing = known
-        outgoing.used_s = time.monotonic()
-        link.tell(lambda: link.finish(outgoing), always=True)
-        with outgoing.changed:
-            is_settled = outgoing.changed.wait_for(lambda: outgoing.is_settled, max(0.0, end - time.monotonic()))
-        if not is_settled:
+        outgoing.on_change = None
+        if not outgoing.is_settled:
             link.tell(lambda: link.cancel(outgoing), always=True)
         return outgoing.sent_tokens
 
@@ -145,11 +175,7 @@ class PeerSender:
 
     def cancel(self, transfer: str) -> None:
         """Drop what is left of a transfer."""
-        with self._lock:
-            known = self._transfers.pop(transfer_name(transfer), None)
-        if known is not None:
-            link, outgoing = known
-            link.tell(lambda: link.cancel(outgoing), always=True)
+        self.end(transfer)
 
     # ---- the rest -----------------------------------------------------------------------------------------------
     def stats(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from headwater.serve.generation import Generation, Generator
 from headwater.serve.guard import keep_pages_out, require_json
 from headwater.serve.metrics import ServerMetrics
 from headwater.serve.openai import LARGE_BODY_BYTES, Call, Limits, parse_chat, parse_completion
+from headwater.serve.peers import NO_PEERS, Peers, reachable
 from headwater.serve.replies import ChatReply, Choice, CompletionReply, Reply
 from headwater.serve.sending import ClientStalledError, impatient, until_disconnect
 
@@ -62,9 +63,9 @@ class AppConfig:
     requires_cache_salt: bool = False
 
 
-def create_app(generator: Generator, config: AppConfig) -> ASGIApp:
+def create_app(generator: Generator, config: AppConfig, peers: Peers = NO_PEERS) -> ASGIApp:
     """The application. It keeps no state of its own besides the metrics."""
-    server = _Server(generator, config)
+    server = _Server(generator, config, peers)
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
@@ -93,7 +94,8 @@ def create_app(generator: Generator, config: AppConfig) -> ASGIApp:
 class _Server:
     """The endpoints."""
 
-    def __init__(self, generator: Generator, config: AppConfig) -> None:
+    def __init__(self, generator: Generator, config: AppConfig, peers: Peers) -> None:
+        self._peers = peers
         self._generator = generator
         self._config = config
         self._started = int(time.time())
@@ -127,7 +129,9 @@ class _Server:
                 f"{self._config.engine_timeout_s:g} s"
             )
             raise RequestError(text, code="engine_hung")
-        return _json({"status": "ok"})
+        local = request.scope.get("server")
+        peer = reachable(self._peers.address, local[0] if local else None)
+        return _json({"status": "ok"} | ({"peer": peer} if peer else {}))
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""
@@ -230,7 +234,7 @@ class WholeAnswer(_Answer):
         while deltas := await generation.next():
             for index, delta in deltas:
                 self._reply.add(index, choices[index], delta)
-        parts = deque(self._reply.whole(choices, generation.usage))
+        parts = deque(self._reply.whole(choices, generation.usage, generation.transfer_params))
         headers = [
             (b"content-length", str(sum(map(len, parts))).encode()),
             (b"content-type", b"application/json"),

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headwater.engine.config import EngineConfig
-from headwater.errors import EngineConfigError
+from headwater.errors import EngineConfigError, InvalidArgumentError
+from headwater.peers.address import parse_address
 from headwater.serve.addresses import is_loopback
 
 
@@ -35,6 +36,8 @@ class ServerConfig:
     """How long a connection may take to send the headers of a request, and to begin one."""
     engine_timeout_s: float = 60.0
     """After so long without a sign of life from the engine, /health answers 503."""
+    peer_listen: str | None = None
+    """HOST:PORT at which other servers push KV into this one's pool; None: nowhere."""
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
 
@@ -53,8 +56,21 @@ class ServerConfig:
                 f"--max-total-body-bytes is {self.max_total_body_bytes}; expected at least --max-body-bytes, "
                 f"{self.max_body_bytes}"
             )
+        if self.peer_listen is not None:
+            self._check_peer(self.peer_listen)
         if not (self.api_key or self.insecure or is_loopback(self.host)):
             raise EngineConfigError(
                 f"--host {self.host} can be reached from other machines; give --api-key (or HEADWATER_API_KEY), "
                 "or --insecure to serve everybody"
+            )
+
+    def _check_peer(self, listen: str) -> None:
+        try:
+            address = parse_address(listen)
+        except InvalidArgumentError as error:
+            raise EngineConfigError(f"--peer-listen: {error}") from error
+        if self.engine.peer_secret_file is None and not is_loopback(address.host):
+            raise EngineConfigError(
+                f"--peer-listen {listen} can be reached from other machines; give --peer-secret-file, a file with a "
+                "secret that all servers share"
             )

@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
+from headwater.connector.transfers import KEY
 from headwater.errors import HeadwaterError, RequestError
 from headwater.models.tokenizer import StreamDecoder
 from headwater.serve.client import Arrival, EngineClient, Flight, Job
@@ -150,6 +151,7 @@ class _Sequence:
         self.last_s: float | None = None
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_sent_tokens: int | None = None
 
 
 class Generation:
@@ -159,6 +161,7 @@ class Generation:
     def __init__(self, generator: Generator, call: Call, flight: Flight, arrival_s: float) -> None:
         self._metrics = generator.metrics
         self._num_choices = call.num_choices
+        self._transfer = call.transfer
         self._flight = flight
         self._arrival_s = arrival_s
         tokenizer, eos_token_ids = generator.tokenizer, generator.client.ready.eos_token_ids
@@ -205,6 +208,14 @@ class Generation:
             sum(sequence.text.num_tokens for sequence in self._sequences),
         )
 
+    @property
+    def transfer_params(self) -> dict[str, Any] | None:
+        """What the answer says of KV that was to go to another server; None where none was."""
+        if self._transfer is None or not self._transfer.push_to:
+            return None
+        sent = min((sequence.num_sent_tokens or 0 for sequence in self._sequences), default=0)
+        return {KEY: {"transfer": self._transfer.id, "sent_tokens": sent}}
+
     def _take(self, arrival: Arrival) -> ChoiceDelta | None:
         index, output, time_s = arrival
         sequence = self._sequences[index]
@@ -212,6 +223,7 @@ class Generation:
             return None  # it ended at a stop string, and this was already on its way
         num_before = sequence.text.num_tokens
         delta = sequence.text.feed(output)
+        sequence.num_sent_tokens = output.num_sent_tokens
         self._count(sequence, output.num_prompt_tokens, output.num_cached_tokens, num_before, time_s)
         if delta.finish_reason is not None:
             self._flight.finish(index)

@@ -19,6 +19,7 @@ from prometheus_client.utils import floatToGoString
 from headwater.connector.metrics import POOL_METRICS, Kind, Metric, Source
 from headwater.connector.stats import Distribution
 from headwater.serve.messages import Stats
+from headwater.serve.peers import NO_PEERS, Peers
 
 OPEN_METRICS = "application/openmetrics-text"
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -39,6 +40,10 @@ def _server(name: str, text: str, *labels: str, buckets: tuple[float, ...] = ())
         labels=labels,
         buckets=buckets,
     )
+
+
+def _peer(name: str, kind: Kind, field: str, text: str) -> Metric:
+    return Metric(f"headwater_peer_{name}", kind, text, Source.SERVER, field)
 
 
 ENGINE_METRICS = (
@@ -96,6 +101,17 @@ ENGINE_SILENT = Metric(
 SERVER_INFO = Metric(
     "headwater_server_info", "gauge", "What is running; always 1.", Source.SERVER, labels=("version", "model")
 )
+PEER_RESTARTS = Metric(
+    "headwater_peer_restarts_total", "counter", "How often the receiver died and was started again.", Source.SERVER
+)
+PEER_METRICS = (
+    _peer("connections", "gauge", "connections", "Connections of other servers to the receiver."),
+    _peer("pending_bytes", "gauge", "pending_bytes", "Room that other servers have reserved and not filled."),
+    _peer("share_bytes", "gauge", "share_bytes", "Room that they may have reserved, all of them together."),
+    _peer("received_bytes_total", "counter", "bytes", "Bytes of KV that other servers have sent."),
+    _peer("received_chunks_total", "counter", "chunks_stored", "Chunks that they have completed in the pool."),
+)
+"""Figures of the receiver; counters begin anew when it is restarted."""
 SERVER_METRICS = (
     HTTP_REQUESTS,
     SEQUENCES,
@@ -107,8 +123,10 @@ SERVER_METRICS = (
     SEQUENCE,
     ENGINE_SILENT,
     SERVER_INFO,
+    *PEER_METRICS,
+    PEER_RESTARTS,
 )
-"""What the server counts itself."""
+"""What the server counts itself, and what its receiver says."""
 
 
 class ServerMetrics:
@@ -116,10 +134,14 @@ class ServerMetrics:
     `facts` say what is running."""
 
     def __init__(
-        self, stats: Callable[[], Stats], facts: dict[str, str], silent_s: Callable[[], float] = lambda: 0.0
+        self,
+        stats: Callable[[], Stats],
+        facts: dict[str, str],
+        silent_s: Callable[[], float] = lambda: 0.0,
+        peers: Peers = NO_PEERS,
     ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Snapshot(stats))
+        self._registry.register(_Snapshot(stats, peers))
         Info(SERVER_INFO.name.removesuffix("_info"), SERVER_INFO.help, registry=self._registry).info(facts)
         Gauge(ENGINE_SILENT.name, ENGINE_SILENT.help, registry=self._registry).set_function(silent_s)
         self.http_requests = self._counter(HTTP_REQUESTS)
@@ -148,8 +170,9 @@ class ServerMetrics:
 class _Snapshot(Collector):
     """What the engine process counts: read when the page is made."""
 
-    def __init__(self, stats: Callable[[], Stats]) -> None:
+    def __init__(self, stats: Callable[[], Stats], peers: Peers) -> None:
         self._stats = stats
+        self._peers = peers
 
     def collect(self) -> Iterator[Family]:
         """One family for each declared metric; those of a store and its tiers are empty without a pool."""
@@ -157,6 +180,9 @@ class _Snapshot(Collector):
         for metric in ENGINE_METRICS:
             yield _family(metric, {"": getattr(stats, metric.field)})
         yield _expert_rows(stats.expert_rows)
+        for metric in PEER_METRICS:
+            yield _family(metric, {"": float(self._peers.stats.get(metric.field, 0))})
+        yield _family(PEER_RESTARTS, {"": float(self._peers.num_restarts)})
         for metric in POOL_METRICS:
             if metric.kind == "histogram":
                 yield _histogram(metric, stats.pool_times.get(metric.name, Distribution()))

@@ -106,9 +106,9 @@ class Reply:
                 column = choice.logprobs.setdefault(name, bytearray())
                 column += (b"," if column else b"") + _encode(items)[1:-1]
 
-    def whole(self, choices: list[Choice], usage: Usage) -> list[bytes]:
+    def whole(self, choices: list[Choice], usage: Usage, transfer: dict[str, Any] | None = None) -> list[bytes]:
         """The body of a response that is not streamed, in parts. Leaves the choices empty, one after the other, so that
-        the answer is never in memory twice."""
+        the answer is never in memory twice. `transfer`: its `kv_transfer_params`, if it has any."""
         parts = [_encode({**self._head, "object": self.whole_object})[:-1] + b',"choices":[']
         for index, choice in enumerate(choices):
             logprobs = self._logprobs([]) | {name: _raw(b"[", column, b"]") for name, column in choice.logprobs.items()}
@@ -117,7 +117,8 @@ class Reply:
             choices[index] = choice = Choice()
             shape = self._choice(index, content, logprobs if self._with_logprobs else None, finish_reason)
             parts += [b"," if index else b"", _encode(shape)]
-        return [*parts, b'],"usage":' + _encode(usage.as_json()) + b"}"]
+        sent = b"" if transfer is None else b',"kv_transfer_params":' + _encode(transfer)
+        return [*parts, b'],"usage":' + _encode(usage.as_json()) + sent + b"}"]
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """A chunk that comes before a choice's first text, if there is one."""

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from headwater import __version__
 from headwater.engine.config import EngineConfig
+from headwater.peers.process import ReceiverChild, ReceiverSpec
 from headwater.serve.app import AppConfig, create_app
 from headwater.serve.client import WORKER_COMMAND, EngineClient
 from headwater.serve.config import ServerConfig
@@ -23,6 +24,7 @@ from headwater.serve.generation import Generator, Tokenizer
 from headwater.serve.http import HttpServer, bound_socket, stop_signals, url_of
 from headwater.serve.messages import Ready
 from headwater.serve.metrics import ServerMetrics
+from headwater.serve.peers import NO_PEERS, Peers
 from headwater.serve.tls import load_certificate
 
 STOP_GRACE_S = 1
@@ -38,6 +40,8 @@ class Hooks:
     on_progress: Callable[[int, int], None] = lambda done, total: None
     on_ready: Callable[[Ready, str, str], None] = lambda ready, model, url: None
     """Facts of the engine, name of the model, URL."""
+    on_peer: Callable[[str], None] = lambda address: None
+    """Where other servers push KV to, before `on_ready`."""
     on_death: Callable[[str], None] = lambda reason: None
 
 
@@ -78,10 +82,13 @@ async def _run(
             await asyncio.wait({starting})
             return 0
         client, tokenizer = starting.result()
+        peers = NO_PEERS
         try:
-            return await _serve(config, client, tokenizer, hooks, sock, certificate, stopping)
+            peers = await _in_daemon_thread(lambda: _start_receiver(config))
+            return await _serve(config, client, tokenizer, hooks, sock, certificate, stopping, peers)
         finally:
             await client.close()
+            await _in_daemon_thread(peers.close)
             stopping.cancel()
 
 
@@ -93,12 +100,14 @@ async def _serve(
     sock: socket.socket,
     certificate: ssl.SSLContext | None,
     stopping: asyncio.Task[bool],
+    peers: Peers,
 ) -> int:
     model = config.model_name
-    metrics = ServerMetrics(lambda: client.stats, {"version": __version__, "model": model}, lambda: client.silent_s)
+    facts = {"version": __version__, "model": model}
+    metrics = ServerMetrics(lambda: client.stats, facts, lambda: client.silent_s, peers)
     limit = client.ready.max_num_seqs + config.max_waiting
     generator = Generator(client, tokenizer, metrics, max_sequences=limit)
-    server = _make_server(config, generator, certificate)
+    server = _make_server(config, generator, certificate, peers)
     # What is there now stays: a full collection that looked at all of transformers would take some 200 ms each time.
     gc.collect()
     gc.freeze()
@@ -108,6 +117,8 @@ async def _serve(
     try:
         await asyncio.wait({listening, serving}, return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
+            if peers.address:
+                hooks.on_peer(peers.address)
             scheme = "http" if certificate is None else "https"
             hooks.on_ready(client.ready, model, url_of(scheme, config.host, sock.getsockname()[1]))
         await asyncio.wait({stopping, dying, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,7 +189,17 @@ async def _in_daemon_thread(work: Callable[[], _Result]) -> _Result:
     return await done
 
 
-def _make_server(config: ServerConfig, generator: Generator, certificate: ssl.SSLContext | None) -> HttpServer:
+def _start_receiver(config: ServerConfig) -> Peers:
+    if config.peer_listen is None or config.engine.pool is None:
+        return NO_PEERS
+    child = ReceiverChild(ReceiverSpec(config.engine.pool, config.peer_listen, config.engine.peer_secret_file))
+    child.start()
+    return child
+
+
+def _make_server(
+    config: ServerConfig, generator: Generator, certificate: ssl.SSLContext | None, peers: Peers
+) -> HttpServer:
     app = create_app(
         generator,
         AppConfig(
@@ -190,6 +211,7 @@ def _make_server(config: ServerConfig, generator: Generator, certificate: ssl.SS
             engine_timeout_s=config.engine_timeout_s,
             requires_cache_salt=config.requires_cache_salt,
         ),
+        peers,
     )
     connections = Connections(config.max_connections, config.header_timeout_s)
     return HttpServer(app, connections, certificate, grace_s=STOP_GRACE_S)

@@ -25,6 +25,7 @@ from headwater.transfer.movers import mover_of
 from headwater.transfer.ring import Room, StagingRing
 from headwater.transfer.save_job import Abort, Cut, Gathered, Open, PassOn, SaveJob, Wanted
 from headwater.transfer.sender import Sender
+from headwater.transfer.sink import SaveSink
 from headwater.transfer.streams import PAST, Event, Stream, current_stream
 from headwater.transfer.view import PagedView
 
@@ -43,8 +44,10 @@ class Saver:
         group_bytes: int | None = None,
         patience_s: float = 0.0,
         mover: str | None = None,
+        sink: SaveSink | None = None,
     ) -> None:
-        """`patience_s`: how long a save of all layers at once may wait for room in the ring."""
+        """`patience_s`: how long a save of all layers at once may wait for room in the ring. `sink`: who else is told
+        what the pool has, group of layers by group of layers."""
         mover = mover_of(view.device, mover)
         self._group_bytes = group_bytes
         self._least_bytes = GROUP_BYTES[mover]
@@ -70,7 +73,7 @@ class Saver:
         self._overlaps = mover == "cuda"
         """Whether the ring empties while a step computes; where it may not, a step must fit into it."""
         self._num_full = 0
-        self._sender = Sender(space, view, shard, self.ring, mover, deadline_s)
+        self._sender = Sender(space, view, shard, self.ring, mover, deadline_s, sink)
 
     # ---- what was done ------------------------------------------------------------------------------------------
     @property

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -72,6 +73,10 @@ class SaveJob:
     """Whether extents can be filled where they lie; otherwise the bytes go through `Space.write`."""
     sums: npt.NDArray[np.uint64] | None = None
     """(chunks, layers, heads), as far as they have come."""
+    is_shown: bool = False
+    """Somebody awaits its layers: the checksums of each group are noted as soon as it is in."""
+    shown: Counter[int] = field(default_factory=Counter)
+    """By number of the chunk: layers whose checksums are noted already."""
 
     def __post_init__(self) -> None:
         self.num_kept = len(self.chunks)

@@ -39,6 +39,7 @@ from headwater.transfer.save_job import (
     Target,
     noted_tiles,
 )
+from headwater.transfer.sink import NoSink, SaveSink, show_layers
 from headwater.transfer.states import PartState
 from headwater.transfer.streams import enter_thread
 from headwater.transfer.unsaved import Unsaved
@@ -61,9 +62,17 @@ class Sender:
     """See the module. All methods but those of its thread may be called from one other thread, and do not wait."""
 
     def __init__(
-        self, space: Space, view: PagedView, shard: Shard, ring: StagingRing, mover: str, deadline_s: float
+        self,
+        space: Space,
+        view: PagedView,
+        shard: Shard,
+        ring: StagingRing,
+        mover: str,
+        deadline_s: float,
+        sink: SaveSink | None = None,
     ) -> None:
         self._space = space
+        self._sink: SaveSink = sink or NoSink()
         self._device = view.device
         self._shard = shard
         self._ring = ring
@@ -179,6 +188,7 @@ class Sender:
                 self._abort(item.tries)
             finally:  # not before: the next try must not meet the abort of this one
                 self.unsaved.add([(name, chunk.first_token) for name, chunk in item.tries])
+                self._sink.lost([chunk for _, chunk in item.tries])
 
     def _open(self, item: Open) -> None:
         """Not at once: whoever launches a step has no lead over the device yet, and would share the interpreter."""
@@ -192,6 +202,7 @@ class Sender:
         try:
             item.first_layer.synchronize()
             job.in_place = self._in_place and self._reserve(job, range(len(job.chunks)))
+            job.is_shown = job.in_place and self._sink.wants(job.chunks)
         except Exception:
             self._fail(job)
             raise
@@ -342,6 +353,8 @@ class Sender:
             self._storer.synchronize()  # what was launched may still read the ring
             self._abort_parts(batch.work.job, batch.spans)
         self._ring.give_back(batch.num_bytes)
+        if batch.work.job.is_shown:
+            show_layers(self._space, self._shard, batch.work, batch.spans, self._sink, self._deadline_s)
         if batch.commits:
             self._commit(batch.work.job, batch.commits)
 
@@ -352,14 +365,20 @@ class Sender:
         try:
             assert job.sums is not None
             for owned, layers, group in job.by_owned(filled, self._shard):
-                opened = [extents[span] for span in group]
-                outcome = self._space.commit_shard(opened, owned, job.sums[group, layers], deadline_s=self._deadline_s)
+                left = [span for span in group if job.shown[span] < len(owned.layers)]
+                opened = [extents[span] for span in left]
+                sums = job.sums[left, layers]
+                said = dict(
+                    zip(left, self._space.commit_shard(opened, owned, sums, deadline_s=self._deadline_s), strict=True)
+                )
+                outcome = [said.get(span, Status.OK) for span in group]
                 known.update(group)
                 good = [span for span, status in zip(group, outcome, strict=True) if status is Status.OK]
                 lost = [(span, s) for span, s in zip(group, outcome, strict=True) if s is not Status.OK]
                 if good:
                     self.statuses[Status.OK] += len(good)
                     num_stored += len(good)
+                    self._sink.noted([job.chunks[span] for span in good], self._shard.layers)
                 self._end_parts(job, good, PartState.STORED)
                 for span, _ in lost:
                     extents[span].abort()
@@ -414,6 +433,8 @@ class Sender:
         outcome = [(job.names[span], job.chunks[span], status) for span, status in refused]
         self._aborts.abort_failed(outcome, has_begun=has_begun)
         self.watched.add([(name, chunk) for name, chunk, status in outcome if status == Status.BUSY])
+        if there := [chunk for _, chunk, status in outcome if status == Status.EXISTS]:
+            self._sink.noted(there, self._shard.layers)
         for span, status in refused:
             self._end_parts(job, [span], PartState.ABORTED if status.failed else PartState.SKIPPED)
 
@@ -425,6 +446,7 @@ class Sender:
         if state is PartState.ABORTED:
             self.num_dropped += len(ended)
             self.unsaved.add([(job.names[span], job.chunks[span].first_token) for span in ended])
+            self._sink.lost([job.chunks[span] for span in ended])
         with self._settled:
             self._num_unsettled -= len(ended)
 

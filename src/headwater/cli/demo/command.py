@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -20,12 +20,22 @@ def demo(
         ),
     ] = None,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")] = "auto",
+    disaggregated: Annotated[
+        bool,
+        typer.Option(
+            "--disaggregated",
+            help="Instead: a prefill and a decode server with pools of their own, a proxy before them, and what the "
+            "decode server is spared.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
 ) -> None:
     """Start two servers on one pool, ask both about a long document, and show what the second one saved.
 
     Exit code 1 if the second server did not find the document, or answered something else.
     """
+    if disaggregated:
+        _demo_disaggregated(model, tokens, device, as_json)
     with needs_extra():
         from headwater.cli.demo.two_servers import run_two_servers, show
 
@@ -34,4 +44,16 @@ def demo(
         print_json(outcome.as_dict())
     else:
         show(outcome, console())
+    raise typer.Exit(0 if outcome.correct else 1)
+
+
+def _demo_disaggregated(model: str | None, tokens: int, device: str, as_json: bool) -> NoReturn:
+    with needs_extra():
+        from headwater.cli.demo.prefill_decode import run_prefill_decode, show_handover
+
+        outcome = run_prefill_decode(model, tokens, device, lambda text: typer.echo(f"… {text}", err=True))
+    if as_json:
+        print_json(outcome.as_dict())
+    else:
+        show_handover(outcome, console())
     raise typer.Exit(0 if outcome.correct else 1)

@@ -34,15 +34,18 @@ class Reply(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     text: str
+    longest_pause_s: float = 0.0
+    """Between two pieces of the answer."""
 
 
 class LiveServer:
-    """A server process with the given options of `headwater serve`. Close it, or use it as a context manager."""
+    """A server process with the given options of `headwater serve`, or another command of that kind. Close it, or use
+    it as a context manager."""
 
-    def __init__(self, options: Sequence[str]) -> None:
+    def __init__(self, options: Sequence[str], command: str = "serve") -> None:
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (see `close`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "headwater", "serve", "--port", "0", *options],
+            [sys.executable, "-m", "headwater", command, "--port", "0", *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -50,6 +53,11 @@ class LiveServer:
             start_new_session=True,  # a terminal's Ctrl-C reaches the demo alone, which then ends the server
         )
         self._url = ""
+
+    @property
+    def url(self) -> str:
+        """Where it listens, once it is ready."""
+        return self._url
 
     def wait_ready(self) -> None:
         """Until it takes requests. Raises EngineError, with what the server said, where it does not."""
@@ -111,7 +119,7 @@ class LiveServer:
 
 
 def _read_stream(response: http.client.HTTPResponse, begin: float) -> Reply:
-    first_s, pieces, usage = 0.0, [], dict[str, Any]()
+    first_s, pieces, usage, last_s, pause_s = 0.0, [], dict[str, Any](), 0.0, 0.0
     while line := response.readline():
         data = line.decode().strip().removeprefix("data: ")
         if not data or data == "[DONE]":
@@ -119,11 +127,13 @@ def _read_stream(response: http.client.HTTPResponse, begin: float) -> Reply:
         event = json.loads(data)
         if "error" in event:
             raise EngineError(f"a server failed in the middle of its answer: {event['error'].get('message')}")
-        first_s = first_s or time.perf_counter() - begin
+        now_s = time.perf_counter() - begin
+        pause_s = max(pause_s, now_s - last_s) if first_s else 0.0
+        first_s, last_s = first_s or now_s, now_s
         pieces += [choice["delta"].get("content") or "" for choice in event["choices"]]
         usage = event.get("usage") or usage
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    return Reply(first_s, usage.get("prompt_tokens", 0), cached, "".join(pieces))
+    return Reply(first_s, usage.get("prompt_tokens", 0), cached, "".join(pieces), pause_s)
 
 
 def _error_of(body: bytes) -> str:

@@ -88,7 +88,7 @@ def run_two_servers(model: str | None, num_tokens: int, device: str, note: Note)
     Without a model named it is SmolLM2, or where that is not installed a small one with random weights.
     """
     with ExitStack() as stack:
-        path, load_format, remark = stack.enter_context(_model(model))
+        path, load_format, remark = stack.enter_context(chosen_model(model))
         checkpoint = open_checkpoint(path, load_format)
         most = checkpoint.config.max_position_embeddings
         if num_tokens + ROOM_TOKENS > most:
@@ -96,7 +96,7 @@ def run_two_servers(model: str | None, num_tokens: int, device: str, note: Note)
                 f"--tokens is {num_tokens:,}; this model was made for {most:,}, and {ROOM_TOKENS} are for the question "
                 "and the answer"
             )
-        url, pool_note = stack.enter_context(own_pool(_capacity(checkpoint, num_tokens), keep=False))
+        url, pool_note = stack.enter_context(own_pool(pool_capacity(checkpoint, num_tokens), keep=False))
         remark = " ".join(filter(None, (remark, pool_note)))
         pool = stack.enter_context(held_pool(url))
         max_len = num_tokens + ROOM_TOKENS
@@ -139,7 +139,7 @@ def show(outcome: Outcome, out: Console) -> None:
 
 
 @contextmanager
-def _model(name: str | None) -> Iterator[tuple[str, str, str]]:
+def chosen_model(name: str | None) -> Iterator[tuple[str, str, str]]:
     """What to serve: a path or name, how to load it, and a remark about it."""
     if name is not None:
         yield name, "auto", ""
@@ -155,7 +155,7 @@ def _model(name: str | None) -> Iterator[tuple[str, str, str]]:
         yield "smollm2", "auto", ""
 
 
-def _capacity(checkpoint: Checkpoint, num_tokens: int) -> int:
+def pool_capacity(checkpoint: Checkpoint, num_tokens: int) -> int:
     """Room for the document twice over, in float32."""
     config = checkpoint.config
     return 2 * config.kv_spec("float32").token_bytes * (num_tokens + 1024)

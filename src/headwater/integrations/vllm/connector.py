@@ -41,12 +41,14 @@ from headwater.integrations.vllm.startup import (
     TWO_NAMES,
     Membership,
     new_epoch,
+    start_receiver,
     start_scheduling,
     start_working,
 )
 from headwater.integrations.vllm.stats import HeadwaterPromMetrics, HeadwaterStats, Reporter
 from headwater.integrations.vllm.steps import NULL_BLOCK, Steps
 from headwater.integrations.vllm.takeback import Takeback, why_outside
+from headwater.peers.process import ReceiverChild
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,6 +84,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         # waited for before the first.
         self._saves_layers = not vllm_config.parallel_config.use_ubatching
         self._layers: dict[str, int] = {}
+        self._receiver: ReceiverChild | None = None
         events = vllm_config.kv_events_config
         self._events = Announcements() if events is not None and events.enable_kv_cache_events else NoListener()
         self._has_told_home = False
@@ -104,6 +107,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
                 log.exception("Headwater is off: it could not be started")
             if self._steps is not None:
                 self._steps.side.loads_in_step = False  # until vLLM's scheduler is made
+                self._receiver = start_receiver(self._options)
 
     # ---- the scheduler side -------------------------------------------------------------------------------------
     @property
@@ -159,11 +163,16 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Order the last save. Blocks are never held back for it."""
+        """Order the last save, and tell the answer how much of a push is on its way. Blocks are never held back."""
+        params: dict[str, Any] | None = None
         with self._survive():
             if self._steps is not None:
-                self._steps.finish(request, block_ids[0])
-        return False, None
+                params = self._steps.finish(request, block_ids[0])
+        return False, params
+
+    def has_pending_push_work(self) -> bool:
+        """Whether one more step is needed, though nothing is left to compute: it carries the end of a push."""
+        return self._steps is not None and self._steps.side.pushes.has_orders
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The same, for a vLLM without its hybrid cache manager."""
@@ -410,8 +419,10 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         return self._reporter.scheduler(counts.stats(), counts.take_times(), figures)
 
     def shutdown(self) -> None:
-        """Finish what is being saved."""
+        """Finish what is being saved, and end the receiver."""
         self._worker.close()
+        if self._receiver is not None:
+            self._receiver.close()
 
     # ---- what vLLM asks of the class ----------------------------------------------------------------------------
     @classmethod

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.connector.config import AUTO, ConnectorConfig
-from headwater.errors import EngineConfigError
+from headwater.errors import EngineConfigError, InvalidArgumentError
 from headwater.integrations.vllm.declined import LOGGER
 from headwater.kv.hashing import DEFAULT_CHUNK_TOKENS, check_chunk_tokens
+from headwater.peers.address import is_loopback, parse_address
 from headwater.stores.url import DEFAULT_URL, parse_size
 
 log = logging.getLogger(LOGGER)
@@ -33,6 +34,8 @@ class Options:
     """"recompute" sets vLLM's own `kv_load_failure_policy`, whose default fails the request; "unchanged" leaves it."""
     sample_weights: bool = False
     """Name the weights by samples of them instead of every byte: quick to start, and it may miss a small change."""
+    peer_listen: str | None = None
+    """HOST:PORT at which other servers push KV into this one's pool; None: nowhere."""
     epoch: int = 0
     """Which state of weights that change in place this server starts with; servers with other epochs never share."""
 
@@ -51,6 +54,8 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "load_failure_policy": str,
     "sample_weights": bool,
     "epoch": int,
+    "peer_listen": str,
+    "peer_secret_file": str,
 }
 
 
@@ -63,7 +68,7 @@ def read_options(extra: Mapping[str, Any], kv_role: str | None) -> Options:
         if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
             raise EngineConfigError(f"kv_connector_extra_config: {name} cannot be a {type(value).__name__}")
     settings = dict(extra)
-    own = {name: settings.pop(name) for name in ("sample_weights", "epoch") if name in settings}
+    own = {name: settings.pop(name) for name in ("sample_weights", "epoch", "peer_listen") if name in settings}
     chunk_tokens = check_chunk_tokens(settings.pop("chunk_tokens", DEFAULT_CHUNK_TOKENS))
     policy = settings.pop("load_failure_policy", "recompute")
     if policy not in FAILURE_POLICIES:
@@ -75,7 +80,21 @@ def read_options(extra: Mapping[str, Any], kv_role: str | None) -> Options:
     if kv_role not in ROLES:
         raise EngineConfigError(f"kv_role is {kv_role!r}; expected one of {', '.join(ROLES)}")
     connector = ConnectorConfig(role=ROLES[kv_role], **settings)
+    if own.get("peer_listen") is not None:
+        _check_peer(own["peer_listen"], connector.peer_secret_file)
     return Options(connector=connector, chunk_tokens=chunk_tokens, load_failure_policy=policy, **own)
+
+
+def _check_peer(listen: str, secret_file: str | None) -> None:
+    try:
+        host = parse_address(listen).host
+    except InvalidArgumentError as error:
+        raise EngineConfigError(f"kv_connector_extra_config: peer_listen: {error}") from error
+    if secret_file is None and not is_loopback(host):
+        raise EngineConfigError(
+            f"kv_connector_extra_config: peer_listen {listen!r} can be reached from other hosts; give a "
+            "peer_secret_file, with a secret that all servers share"
+        )
 
 
 def settle_load_mode(options: Options, why_outside: str) -> Options:

@@ -30,6 +30,7 @@ from headwater.integrations.vllm.weights import check_loaded_tensors, check_sour
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology
+from headwater.peers.process import ReceiverChild, ReceiverSpec
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
 from headwater.stores.config import find_pool
@@ -152,8 +153,26 @@ def start_working(
         dummy_block=NULL_BLOCK,
         open_space=member.space,
         starting=_all_cores,
+        server=writer_group(config),
+        rank=_rank(),
     )
     return side, member
+
+
+def start_receiver(options: Options) -> ReceiverChild | None:
+    """The process into which other servers push, if one is wanted. One that cannot listen is left out, with a warning:
+    then KV comes from nowhere, and is computed."""
+    if options.peer_listen is None:
+        return None
+    connector = options.connector
+    child = ReceiverChild(ReceiverSpec(connector.pool, options.peer_listen, connector.peer_secret_file))
+    try:
+        child.start()
+    except HeadwaterError as error:
+        log.warning("Headwater: %s", error)
+        return None
+    log.info("Headwater: other servers push KV to %s", child.address)
+    return child
 
 
 def new_epoch() -> int:
@@ -221,6 +240,14 @@ def _weights_of_all_ranks(config: Any, options: Options) -> str:
     if answer[1]:
         raise DeclinedError(answer[1])
     return answer[0]
+
+
+def _rank() -> int:
+    """This worker's number among those of its engine."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    tensor = get_tp_group()
+    return int(get_pp_group().rank_in_group * tensor.world_size + tensor.rank_in_group)
 
 
 def _shard(config: Any, spec: KVSpec, layers: range) -> Shard:

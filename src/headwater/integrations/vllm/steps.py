@@ -8,7 +8,7 @@ from typing import Any
 from headwater.connector.orders import ASYNC, StepOrders, StepReport
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.tracker import Inputs, Scheduled
-from headwater.connector.transfers import Transfer, parse_transfer
+from headwater.connector.transfers import KEY, Transfer, parse_transfer
 from headwater.errors import InvalidArgumentError
 from headwater.integrations.vllm.adapters import Adapters
 from headwater.integrations.vllm.inputs import request_inputs
@@ -101,14 +101,25 @@ class Steps:
     def hear(self, report: StepReport | None, invalid_blocks: set[int]) -> None:
         """What the workers said after a step."""
         self.side.hear(report, invalid_blocks)
+        for _ in self.side.pushes.hear(report or StepReport()):
+            pass  # its answer did not wait for it
 
-    def finish(self, request: Any, block_ids: list[int]) -> None:
-        """A request is over; its blocks are its own until the next step."""
+    def finish(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
+        """A request is over; its blocks are its own until the next step. What its answer says of KV that goes to
+        another server: how much of it is on its way."""
         request_id: str = request.request_id
+        params = None
         if request_id in self._requests and self._requests[request_id] is request:
             del self._requests[request_id]
             self._block_ids.pop(request_id, None)
             self.side.finish(request_id, request.num_computed_tokens, block_ids)
+            transfer = _transfer(request)
+            if transfer is not None and transfer.push_to:
+                is_aborted = request.status.name == "FINISHED_ABORTED"
+                sent = 0 if is_aborted else self.side.pushes.num_tokens(request_id)
+                params = {KEY: {"transfer": transfer.id, "sent_tokens": sent}}
+                self.side.pushes.finish(request_id, is_wanted=not is_aborted)
+        return params
 
     def start_epoch(self, space: Space, *, is_clean: bool = True) -> None:
         """From now on KV of other weights is computed; `is_clean` says whether vLLM's own cache holds no other."""

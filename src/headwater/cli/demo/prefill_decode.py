@@ -1,0 +1,142 @@
+"""Prefill in one server, decode in another, a proxy before both: what the decode server is spared.
+
+The story of `headwater demo --disaggregated`. Each server has a pool of its own, as on two hosts, and KV goes over TCP.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from headwater.cli.demo.document import make_question
+from headwater.cli.demo.live import LiveServer, Reply
+from headwater.cli.demo.run import own_pool
+from headwater.cli.demo.servers import uninterrupted
+from headwater.cli.demo.two_servers import (
+    ANSWER_TOKENS,
+    PAGE_SIZE,
+    ROOM_TOKENS,
+    WARM_UP,
+    Note,
+    chosen_model,
+    pool_capacity,
+)
+from headwater.cli.output import one_line, plural, table
+from headwater.errors import InvalidArgumentError
+from headwater.models.checkpoint import open_checkpoint
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STREAM_TOKENS = 120
+STREAM = "Count as far as you can, one number a line."
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What the demo shows: one document that decode computes itself, and one that prefill computes for it. Beside each,
+    another client reads a stream of the decode server."""
+
+    model: str
+    note: str
+    question: str
+    alone: Reply
+    through: Reply
+    again: Reply
+    """What the prefill server itself says to the second one."""
+    pause_alone_s: float
+    """The longest pause in the other client's stream."""
+    pause_through_s: float
+
+    @property
+    def computed_alone(self) -> int:
+        """Tokens of the prompt that decode computed."""
+        return self.alone.prompt_tokens - self.alone.cached_tokens
+
+    @property
+    def computed_through(self) -> int:
+        """The same, behind the proxy."""
+        return self.through.prompt_tokens - self.through.cached_tokens
+
+    @property
+    def correct(self) -> bool:
+        """Decode had most of the prompt from prefill, and both say the same."""
+        return 4 * self.computed_through < self.computed_alone and self.through.text == self.again.text
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        replies = {name: getattr(self, name)._asdict() for name in ("alone", "through", "again")}
+        own = {name: value for name, value in asdict(self).items() if name not in replies}
+        counts = {"computed_alone": self.computed_alone, "computed_through": self.computed_through}
+        return own | replies | counts | {"correct": self.correct}
+
+
+def run_prefill_decode(model: str | None, num_tokens: int, device: str, note: Note) -> Handover:
+    """Run it. Raises ModelError for a model that is not there, EngineError where a server fails."""
+    with ExitStack() as stack:
+        path, load_format, remark = stack.enter_context(chosen_model(model))
+        checkpoint = open_checkpoint(path, load_format)
+        most, max_len = checkpoint.config.max_position_embeddings, num_tokens + ROOM_TOKENS
+        if max_len > most:
+            raise InvalidArgumentError(f"--tokens is {num_tokens:,}; this model was made for {most:,}, answer included")
+        pools = [stack.enter_context(own_pool(pool_capacity(checkpoint, 4 * num_tokens), keep=False)) for _ in range(2)]
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
+        options = ["--model", path, "--load-format", load_format, "--device", device, "--num-threads", str(threads)]
+        options += ["--max-model-len", str(max_len), "--num-pages", str(2 * -(-max_len // PAGE_SIZE) + 32)]
+        note(f"a prefill and a decode server load {one_line(checkpoint.label)}; each has a pool of its own")
+        with uninterrupted():  # a server that was started is known, so that it can be ended
+            prefill = stack.enter_context(LiveServer([*options, "--pool", pools[0][0]]))
+            listen = ["--pool", pools[1][0], "--peer-listen", "127.0.0.1:0"]
+            decode = stack.enter_context(LiveServer([*options, *listen]))
+        tokenizer = checkpoint.load_tokenizer()
+        question = make_question(num_tokens, lambda text: len(tokenizer.encode(text)))
+        for server in (prefill, decode):
+            server.wait_ready()
+            server.ask(WARM_UP, 1)
+        with uninterrupted():
+            front = stack.enter_context(LiveServer(["--decode", decode.url, "--prefill", prefill.url], "proxy"))
+        front.wait_ready()
+        note(f"the decode server computes a document of about {num_tokens:,} tokens itself, beside another client")
+        alone, pause_alone_s = _ask_beside(decode, decode, question.text)
+        note("the proxy has the prefill server compute another one, and its KV sent to the decode server")
+        text = f"(2) {question.text}"
+        through, pause_through_s = _ask_beside(decode, front, text)
+        again = prefill.ask(text, ANSWER_TOKENS)
+        remark = " ".join(filter(None, (remark, *(pool_note for _, pool_note in pools))))
+        return Handover(checkpoint.label, remark, question.about, alone, through, again, pause_alone_s, pause_through_s)
+
+
+def _ask_beside(decode: LiveServer, server: LiveServer, text: str) -> tuple[Reply, float]:
+    """Ask one server while another client reads a stream of the decode server; the longest pause in that."""
+    streams: list[Reply] = []
+    reader = threading.Thread(target=lambda: streams.append(decode.ask(STREAM, STREAM_TOKENS)))
+    reader.start()
+    reply = server.ask(text, ANSWER_TOKENS)
+    reader.join()
+    return reply, max((stream.longest_pause_s for stream in streams), default=0.0)
+
+
+def show_handover(outcome: Handover, out: Console) -> None:
+    """Print it for people."""
+    if outcome.note:
+        out.print(f"{outcome.note}\n")
+    rows = table("", ">prompt tokens", ">computed by decode", ">first token", ">longest pause of another stream")
+    for name, reply, computed, pause_s in (
+        ("decode alone", outcome.alone, outcome.computed_alone, outcome.pause_alone_s),
+        ("prefill, then decode", outcome.through, outcome.computed_through, outcome.pause_through_s),
+    ):
+        figures = f"{reply.prompt_tokens:,}", f"{computed:,}", f"{reply.first_token_s:.2f} s", f"{pause_s:.2f} s"
+        rows.add_row(name, *figures)
+    out.print(rows)
+    spared = plural(outcome.computed_alone - outcome.computed_through, "token")
+    out.print(f"\nThe decode server was spared {spared}: their KV came layer by layer while they were computed.")
+    out.print("Here both servers share the cores of one machine; on two hosts the first token comes sooner, too.")
+    out.print(f"\nQ: {outcome.question}")
+    for name, reply in (("decode", outcome.through), ("prefill", outcome.again)):
+        out.print(f"A ({name}): {one_line(' '.join(reply.text.split()))}")
+    if not outcome.correct:
+        out.print("\nWRONG: the decode server computed the document itself, or said something else.")
+    out.print("\nBoth servers, the proxy and the pools are gone again. How to set this up: docs/disaggregation.md")
