@@ -32,6 +32,7 @@ LATENT: dict[str, Any] = {
     "q_lora_rank": 48,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64,
+    "head_dim": 64,
     "v_head_dim": 32,
     "num_key_value_heads": 4,
     "n_routed_experts": 8,
@@ -40,6 +41,7 @@ LATENT: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
 }
+GROUP_LIMITED: dict[str, Any] = {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"}
 THETA = {"rope_theta": 10000.0}
 ROPES: dict[str, dict[str, Any]] = {
     "linear": THETA | {"rope_type": "linear", "factor": 2.0},
@@ -129,7 +131,15 @@ FAMILIES: dict[str, SearchFamily] = {
             "deepseek_v2",
             "deepseek_v2",
             ("deepseek_v2.py",),
-            LATENT | {"n_group": 2, "topk_group": 1, "rope_parameters": DEEPSEEK_ROPE},
+            LATENT | GROUP_LIMITED | {"rope_parameters": DEEPSEEK_ROPE},
+            has_reference=True,
+        ),
+        SearchFamily(
+            "deepseek_v2, greedy",
+            "deepseek_v2",
+            ("deepseek_v2.py",),
+            LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": DEEPSEEK_ROPE},
+            has_reference=True,
         ),
         SearchFamily(
             "deepseek_v3",
@@ -138,6 +148,14 @@ FAMILIES: dict[str, SearchFamily] = {
             LATENT
             | {"n_group": 2, "topk_group": 1, "rope_parameters": DEEPSEEK_ROPE}
             | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+            has_reference=True,
+        ),
+        SearchFamily(
+            "glm4_moe_lite",
+            "glm4_moe_lite",
+            ("glm4_moe_lite.py", "glm4_moe.py", "deepseek_v2.py"),
+            LATENT | {"n_group": 2, "topk_group": 1, "rope_parameters": DEEPSEEK_ROPE, "rms_norm_eps": 1e-6},
+            has_reference=True,
         ),
         SearchFamily("gemma2", "gemma2", ("gemma2.py",), {"sliding_window": 24, "query_pre_attn_scalar": 32}),
         SearchFamily("gemma3", "gemma3_text", ("gemma3.py",), {"sliding_window": 24, "query_pre_attn_scalar": 32}),

@@ -27,6 +27,8 @@ from headwater.connector.tracker import Scheduled
 from headwater.connector.worker import WorkerSide
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Topology, whole_shard
+from headwater.peers.address import PeerAddress
+from headwater.peers.receiver import Receiver
 from headwater.pool import open_pool
 from headwater.pool.pool import Pool
 from headwater.pool.space import Space
@@ -37,7 +39,7 @@ from support import identity, local_tiles, temporary_url
 from transfer_cases import ORDERS
 
 MOVERS = ("cpu", "cuda")
-POOLS = ("shm", "file", "memory", "shm+file", "shm+redis", "shm+mooncake")
+POOLS = ("shm", "file", "memory", "shm+file", "shm+redis", "shm+mooncake", "shm+peer")
 STATES = ("has it", "emptied", "too small", "full of leases", "suffix only", "another server fills it")
 MODES = ("async", "layerwise", "blocking")
 TOPOLOGIES = ("equal", "other")
@@ -109,8 +111,29 @@ def lower_url(cell: Cell, places: Places) -> Iterator[str]:
         yield f"{places.redis}?prefix=m{unique}&lookup=10&deadline=30"
     elif kind == "mooncake":
         yield f"{places.mooncake}?prefix=m{unique}&lookup=10&deadline=30&segment=32MiB&buffer=16MiB"
+    elif kind == "peer":
+        with another_host(writer_of(cell), places) as url:
+            yield url
     else:
         yield ""
+
+
+@contextmanager
+def another_host(writer: Topology, places: Places) -> Iterator[str]:
+    """A host that has the prompt in its pool, and a receiver: nothing is copied to it from here."""
+    with temporary_url("shm", places.folder, "capacity=16MiB") as url, open_pool(url) as pool:
+        write(pool, prompt_chunks(space_of(pool)), writer)
+        receiver = Receiver(pool, PeerAddress("127.0.0.1", 0))
+        receiver.start()
+        try:
+            yield f"peer://{receiver.address}?lookup=10&deadline=30"
+        finally:
+            receiver.close()
+
+
+def writer_of(cell: Cell) -> Topology:
+    """Who has stored the prompt."""
+    return Topology(tp=4) if cell.topology == "other" else Topology()
 
 
 def join(*urls: str) -> str:
@@ -142,10 +165,9 @@ def prepared(cell: Cell, places: Places) -> Iterator[Pool]:
         lower = stack.enter_context(lower_url(cell, places))
         scheme = cell.pool.partition("+")[0]
         first = stack.enter_context(temporary_url(scheme, places.folder, "capacity=16MiB"))
-        writer = Topology(tp=4) if cell.topology == "other" else Topology()
         pool = stack.enter_context(open_pool(join(first, lower)))
         chunks = prompt_chunks(space_of(pool))
-        write(pool, chunks, writer)
+        write(pool, chunks, writer_of(cell))
         assert pool.flush(WAIT_S)
         if cell.state in ("emptied", "suffix only", "another server fills it"):
             pool._store._front.clear(None)  # type: ignore[attr-defined]

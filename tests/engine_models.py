@@ -36,8 +36,35 @@ EXPERT_SHAPES: dict[str, dict[str, Any]] = {
     "olmoe": _WIDE | {"num_experts": 8, "intermediate_size": 36},
     "glm4_moe": _EXPERTS | _GROUPS | {"head_dim": 32, "use_qk_norm": True, "first_k_dense_replace": 1},
 }
+_LATENTS = (_EXPERTS | _GROUPS) | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-6,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+    "original_max_position_embeddings": 512,
+}
+LATENT_SHAPES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENTS | {"topk_method": "group_limited_greedy", "rope_parameters": _YARN},
+    "deepseek_v2, greedy": _LATENTS | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": _LATENTS,
+    "deepseek_v3, yarn": _LATENTS | {"q_lora_rank": None, "rope_parameters": _YARN},
+    "glm4_moe_lite": _LATENTS | {"n_group": 1, "topk_group": 1},
+}
+"""Multi-head latent attention: every rank holds all latents, so any number of ranks that divides the heads will do."""
+EXPERT_SHAPES |= LATENT_SHAPES
 TP_SIZES = {"smollm2": (1, 3), "llama": (1, 2, 3), "qwen2": (1, 2, 4), "qwen3": (1, 2, 4)}
-TP_SIZES |= dict.fromkeys(EXPERT_SHAPES, (1, 2))
+TP_SIZES |= dict.fromkeys(EXPERT_SHAPES, (1, 2)) | dict.fromkeys(LATENT_SHAPES, (1, 2, 4))
 
 
 def save_random_checkpoint(family: str, directory: Path, seed: int = 0, **overrides: Any) -> Path:
@@ -60,7 +87,7 @@ def save_random_checkpoint(family: str, directory: Path, seed: int = 0, **overri
         common["head_dim"] = 16
     common |= overrides
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(family, **common)
+    config = transformers.AutoConfig.for_model(family.partition(",")[0], **common)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):  # transformers starts them at zero, which would hide them

@@ -21,6 +21,7 @@ class FaultProxy:
     cut_after the connection is reset after so many bytes of answers
     stall_after  `stalled` after so many bytes of answers
     garbage   answers are replaced by noise
+    flip_after  one bit of the answers is flipped after so many bytes
     refusing  new connections are closed at once
     """
 
@@ -34,12 +35,13 @@ class FaultProxy:
         self.delay_s = 0.0
         self.stalled = self.one_way = self.garbage = self.refusing = False
         self.cut_after: int | None = None
+        self.flip_after: int | None = None
         self.stall_after: int | None = None
         threading.Thread(target=self._accept, name="fault-proxy", daemon=True).start()
 
     def heal(self) -> None:
         """Be a good network again. Connections that were hurt are gone."""
-        self.delay_s, self.cut_after, self.stall_after = 0.0, None, None
+        self.delay_s, self.cut_after, self.stall_after, self.flip_after = 0.0, None, None, None
         self.stalled = self.one_way = self.garbage = self.refusing = False
         self.reset()
 
@@ -98,6 +100,11 @@ class FaultProxy:
             time.sleep(self.delay_s)
         if self.garbage:
             return bytes(255 - byte for byte in data)
+        if self.flip_after is not None:
+            at, self.flip_after = self.flip_after, self.flip_after - len(data)
+            if at < len(data):
+                self.flip_after = None
+                data = data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :]
         if self.stall_after is not None:
             self.stall_after -= len(data)
             if self.stall_after <= 0:

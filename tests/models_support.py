@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from headwater.kernels.attention.base import AttentionBatch
+from headwater.kernels.attention.base import AttentionBackend, AttentionBatch
 from headwater.kernels.attention.reference import ReferenceAttention
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.config import ModelConfig
@@ -55,20 +55,36 @@ class StubCache:
     """Planes of zeros for the KV heads of one rank."""
 
     def __init__(self, config: ModelConfig, num_pages: int, num_kv_heads: int) -> None:
-        shape = (num_pages, PAGE_SIZE, num_kv_heads, config.attention.head_dim)
-        self._planes = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
+        widths = [plane.width for plane in config.kv_spec("float32").planes]
+        shape = (num_pages, PAGE_SIZE, num_kv_heads)
+        self._planes = [tuple(torch.zeros(*shape, width) for width in widths) for _ in range(config.num_layers)]
 
     def planes(self, layer: int) -> tuple[Tensor, ...]:
         return self._planes[layer]
 
+    def tokens(self, layer: int, total: int) -> tuple[Tensor, ...]:
+        """The planes of a sequence that `run_tokens` has run, [total, heads, width] each."""
+        return tuple(plane.flip(0).flatten(0, 1)[:total] for plane in self._planes[layer])
 
-def run_tokens(model: Decoder, token_ids: list[int], chunk: int | None = None) -> Tensor:
+
+def stub_cache(model: Decoder, total: int) -> StubCache:
+    """A cache for one sequence of `total` tokens."""
+    return StubCache(model.config, -(-total // PAGE_SIZE), len(model.ranks.tp.heads(model.config).kv))
+
+
+def run_tokens(
+    model: Decoder,
+    token_ids: list[int],
+    chunk: int | None = None,
+    *,
+    backend: AttentionBackend | None = None,
+    cache: StubCache | None = None,
+) -> Tensor:
     """Logits of every position of one sequence, computed in chunks; its pages lie in reverse order."""
     total = len(token_ids)
-    num_pages = -(-total // PAGE_SIZE)
-    cache = StubCache(model.config, num_pages, len(model.ranks.tp.heads(model.config).kv))
-    pages = torch.arange(num_pages - 1, -1, -1)
-    backend = ReferenceAttention()
+    cache = cache or stub_cache(model, total)
+    pages = torch.arange(-(-total // PAGE_SIZE) - 1, -1, -1)
+    backend = backend or ReferenceAttention()
     found = []
     for start in range(0, total, chunk or total):
         stop = min(total, start + (chunk or total))
@@ -83,7 +99,7 @@ def run_tokens(model: Decoder, token_ids: list[int], chunk: int | None = None) -
             page_size=PAGE_SIZE,
         )
         slots = pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-        ctx = StepContext(positions, slots, backend, backend.plan(batch), cache)
+        ctx = StepContext(positions, slots, backend, batch, backend.plan(batch), cache)
         found.append(model.logits(model.forward(torch.tensor(token_ids[start:stop]), ctx)))
     return torch.cat(found)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwater.kernels.moe_reference import route_torch, run_experts_torch, sort_pairs_torch
+from headwater.kernels.moe_reference import ExpertRows, route_torch, run_experts_torch, sort_pairs_torch
 from headwater.kernels.moe_triton import (
     ExpertsConfig,
     GemmConfig,
@@ -158,13 +158,24 @@ def _check_rule(rng: random.Random, device: str) -> None:
     torch.manual_seed(rng.randrange(2**31))
     logits = torch.randn(5, num_groups * size, device=device) * 2
     bias = torch.randn(num_groups * size, device=device) * 0.3 if rng.random() < 0.5 else None
-    ids, weights = route_triton(logits, rule, bias)
+    live = rng.randint(0, 6)
+    counted = [
+        ExpertRows(
+            torch.full((num_groups * size,), 2**33, device=device),
+            torch.tensor([live], dtype=torch.int32, device=device),
+        )
+        for _ in range(2)
+    ]
+    ids, weights = route_triton(logits, rule, bias, counted[0])
     assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
     found, in_torch = (
         torch.zeros_like(logits).scatter_(1, chosen.long(), weighed)
-        for chosen, weighed in ((ids, weights), route_torch(logits, rule, bias))
+        for chosen, weighed in ((ids, weights), route_torch(logits, rule, bias, counted[1]))
     )
     torch.testing.assert_close(found, in_torch, rtol=1e-4, atol=1e-6)
+    expected_counts = ids[:live].flatten().long().bincount(minlength=num_groups * size) + 2**33
+    for rows in counted:
+        assert torch.equal(rows.counts, expected_counts), (live, rule)
     for row in range(len(logits)):
         expected = _route_row(logits[row].cpu(), None if bias is None else bias.cpu(), rule)
         assert ids[row].tolist() == [expert for expert, _ in expected], rule

@@ -13,7 +13,7 @@ HIDDEN = "***"
 
 _AT = re.compile(r"@|%(?:25)*40")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_BARE_SCHEME = re.compile(r"(?i:memory|shm|file|rediss?|mooncake):")
+_BARE_SCHEME = re.compile(r"(?i:memory|shm|file|rediss?|mooncake|peer):")
 _PLACE = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.]*\])(?::[0-9]{1,5})?|")
 _PATH = re.compile(r"[\w./ ~+-]*")
 _NAME = re.compile(r"[A-Za-z_]{1,32}")
@@ -26,7 +26,8 @@ _SUSPECT = re.compile(r"@|%(?:25)*40|[:=/]|%3[AaDd]")
 _EMBEDDED = ("capacity", "index", "segment", "policy")
 _NETWORK = ("ttl", "connections", "password_file", "ca", "lookup", "piece", "prefix", "protocol", "device", "buffer")
 _MOONCAKE = ("replicas", "prefer", "metadata", "host", "pin", "metrics")
-VALUES_SHOWN = frozenset((*_EMBEDDED, *_NETWORK, *_MOONCAKE, "deadline", "write"))
+_PEER = ("secret_file", "tls", "cert", "key")
+VALUES_SHOWN = frozenset((*_EMBEDDED, *_NETWORK, *_MOONCAKE, *_PEER, "deadline", "write"))
 """The options whose values are no secrets. Those of unknown ones may be: `?password=…`."""
 
 

@@ -2,8 +2,8 @@
 
 Run by hand: `PYTHONPATH=src:tests python3 tests/gpu/tune_moe_mla.py [limits] [latent] [experts]`. Read bandwidth,
 the matrix product and `torch._grouped_mm` are measured beside, and every config is checked before it is timed. Prints
-tables, and as its last line one JSON object with the ratios of the default configs. The best configs belong into
-`experts_config` and `latent_config`.
+tables, then the best configs as lines to paste into `moe_triton` and `triton_latent`, and as its last line one JSON
+object with the ratios of the default configs. A part that fails is reported, and the others go on.
 """
 
 # ruff: noqa: B023 - what is measured is called before the loop goes on
@@ -13,13 +13,17 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import cache, partial
 
 import torch
 from triton.testing import do_bench, do_bench_cudagraph
 
+from headwater.kernels import moe_triton
 from headwater.kernels.activation import silu_and_mul
+from headwater.kernels.attention import triton_latent
 from headwater.kernels.attention.reference import ReferenceAttention
 from headwater.kernels.attention.triton_backend import TritonAttention
 from headwater.kernels.attention.triton_tiles import TileConfig
@@ -44,9 +48,11 @@ EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
 BUDGET_S = 170.0
 STARTED = time.monotonic()
 RATIOS: dict[str, float] = {}
+BEST: dict[str, tuple[float, object]] = {}
+"""Milliseconds and config, by what it is for."""
 
 MANY_ROWS = {
-    64: [GemmConfig(128, 64, 4, 4)],
+    64: [GemmConfig(64, 64, 4, 4), GemmConfig(128, 64, 4, 4)],
     128: [
         GemmConfig(64, 64, 4, 4),
         GemmConfig(128, 64, 8, 3),
@@ -75,8 +81,11 @@ LATENT = {
         TileConfig(64, 32, 8, 2),
         TileConfig(64, 64, 8, 1),
         TileConfig(64, 64, 8, 2),
-        TileConfig(64, 64, 4, 2),
-        TileConfig(128, 32, 8, 2),
+        TileConfig(64, 64, 8, 3),
+        TileConfig(64, 64, 16, 2),
+        TileConfig(64, 128, 8, 1),
+        TileConfig(128, 16, 8, 2),
+        TileConfig(128, 32, 16, 1),
     ],
 }
 
@@ -121,10 +130,37 @@ def timed(label: object, function: Callable[[], torch.Tensor], want: torch.Tenso
     return clock(function)
 
 
-def best(results: dict[object, float | None], show: Callable[[float], str]) -> None:
-    known = sorted((ms, str(label)) for label, ms in results.items() if ms is not None)
+def best(name: str, results: dict[object, float | None], show: Callable[[float], str], default_ms=None) -> None:
+    """Show the best, and keep the first of them if it is better than `default_ms`."""
+    known = sorted(((ms, label) for label, ms in results.items() if ms is not None), key=lambda item: item[0])
     for ms, label in known[:4]:
         print(f"    {label}: {show(ms)}")
+    if known and (default_ms is None or known[0][0] < default_ms):
+        BEST[name] = known[0]
+
+
+def paste() -> None:
+    """The tables of both modules, with what was found in place of their defaults."""
+
+    def found(name: str, default: object) -> str:
+        _, config = BEST.get(name, (0.0, default))
+        config = config[0] if isinstance(config, tuple) else config
+        return f"{type(config).__name__}({', '.join(str(value) for value in astuple(config))})"
+
+    def both(name: str, config: ExpertsConfig) -> str:
+        parts = (found(f"{name} {part}", getattr(config, part)) for part in ("gate_up", "down"))
+        return f"ExpertsConfig({config.block_rows}, {', '.join(parts)})"
+
+    print("\n# moe_triton.py")
+    print(f"_PAIR_CONFIG = {both('1', moe_triton._PAIR_CONFIG)}")
+    print("_HALF_CONFIGS = {")
+    for rows, config in moe_triton._HALF_CONFIGS.items():
+        print(f"    {rows}: {both(str(rows), config)},")
+    print("}\n# triton_latent.py, the first of each row of _HALF_CONFIGS")
+    for heads, rows in ((16, 16), (128, 64)):
+        _, label = BEST.get(f"latent {heads}", (0.0, None))
+        note = "" if label is None else f"  # {label[1]}"
+        print(f"    {rows}: {found(f'latent {heads}', triton_latent._HALF_CONFIGS[rows][0])},{note}")
 
 
 def choose(rows: int, *, zipf: bool) -> torch.Tensor:
@@ -192,7 +228,7 @@ def many_rows(gate_up: torch.Tensor, down: torch.Tensor, tune: bool) -> None:
                 for product, (run, result, its_flop) in products.items():
                     print(f"  {product}, tiles of {block_rows} rows")
                     found = {c: timed(c, lambda: run(c), result) for c in configs}
-                    best(found, lambda ms: f"{ms:.3f} ms, {its_flop / ms / 1e9:.0f} TFLOP/s")
+                    best(f"{block_rows} {product}", found, lambda ms: f"{ms:.3f} ms, {its_flop / ms / 1e9:.0f} TFLOP/s")
     if len(times) == 2:
         RATIOS["grouped_skew"] = times["zipf"] / times["even"]
 
@@ -220,10 +256,8 @@ def decode_rows(gate_up: torch.Tensor, down: torch.Tensor, rows: int, configs: l
     print(f"{rows} rows, {touched:.1f} experts touched: {'-' if ms is None else show(ms)}")
     if ms is not None:
         RATIOS[name] = num_bytes * copies / ms / 1e6 / read_gbps()
-    rival = graph_milliseconds(
-        lambda: [run_experts_grouped(x, i, weights, *w) for i, w in zip(picks, layers, strict=True)]
-    )
-    print(f"  torch, whole: {show(rival)}")
+    rival = milliseconds(lambda: [run_experts_grouped(x, i, weights, *w) for i, w in zip(picks, layers, strict=True)])
+    print(f"  torch, whole, with its launches: {show(rival)}")
     base = experts_config(DTYPE, rows * TOP_K, EXPERTS, SHARED_BYTES)
     for part in ("gate_up", "down"):
         found = {}
@@ -233,7 +267,7 @@ def decode_rows(gate_up: torch.Tensor, down: torch.Tensor, rows: int, configs: l
                 config, lambda: own(ExpertsConfig(base.block_rows, **other)), want, graph_milliseconds
             )
         print(f"  {part}")
-        best(found, show)
+        best(f"{base.block_rows} {part}", found, show, ms)
 
 
 def latent(tune: bool) -> None:
@@ -265,6 +299,7 @@ def latent(tune: bool) -> None:
             RATIOS[name] = num_bytes / ms / 1e6 / read_gbps() if heads == 16 else flop / ms / 1e9 / matmul_tflops()
         sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
         best(
+            f"latent {heads}",
             {
                 (config, f"splits for {factor} programs a multiprocessor"): timed(
                     config, run_with(config, factor * sms), want, graph_milliseconds
@@ -273,6 +308,7 @@ def latent(tune: bool) -> None:
                 for factor in (1, 2, 4)
             },
             show,
+            ms,
         )
 
 
@@ -280,6 +316,10 @@ if __name__ == "__main__":
     parts = {"limits": limits, "latent": latent, "experts": experts}
     for tuning in (False, True):  # the default configs first: they are the result if the time is up
         for part in sys.argv[1:] or parts:
-            parts[part](tuning)
+            try:
+                parts[part](tuning)
+            except Exception:  # one part's failure is a result; the others are still wanted
+                traceback.print_exc()
             print(f"({part}: {time.monotonic() - STARTED:.0f} s)")
+    paste()
     print(json.dumps({"read_gbps": read_gbps(), "matmul_tflops": matmul_tflops(), **RATIOS}))

@@ -8,6 +8,7 @@ import random
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from headwater.engine.params import SamplingParams
 from headwater.engine.runner import Runner
 from headwater.errors import ModelError
 from headwater.models.catalog import find_in_catalog
+from headwater.stores import open_store
 from headwater.stores.embedded import destroy
 from headwater.stores.url import parse_url
 
@@ -28,7 +30,7 @@ from covering import Row, covering_array
 
 pytest.importorskip("transformers")
 
-from engine_models import EXPERT_SHAPES, VOCAB, Comparison, Reference, report_rows
+from engine_models import EXPERT_SHAPES, LATENT_SHAPES, VOCAB, Comparison, Reference, report_rows
 from pool_cases import (
     GREEDY,
     NUM_TOKENS,
@@ -147,7 +149,10 @@ def test_same_tokens_whoever_computed_the_prefix(row: Row, oracle: Oracle, pool_
 
 @pytest.mark.parametrize(
     ("family", "write_tp", "read_tp"),
-    [*((family, 1, 2) for family in EXPERT_SHAPES), ("mixtral", 2, 1), ("glm4_moe", 2, 1)],
+    [
+        *((family, 1, 2) for family in EXPERT_SHAPES),
+        *(("mixtral", 2, 1), ("glm4_moe", 2, 1), ("deepseek_v2", 2, 1), ("deepseek_v3", 2, 4), ("glm4_moe_lite", 4, 1)),
+    ],
 )
 def test_experts_on_other_numbers_of_ranks_share(
     family: str, write_tp: int, read_tp: int, expert_oracle: ExpertOracle, pool_url: str
@@ -163,6 +168,45 @@ def test_experts_on_other_numbers_of_ranks_share(
         check_tokens("reader", references, got, totals)
         assert cached[0] >= 512, "two whole chunks of the first prompt are in the pool"
         assert cached[2] >= 256
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise", "blocking"])
+def test_latents_are_loaded_in_every_way_into_every_layout(
+    load: str, expert_oracle: ExpertOracle, pool_url: str
+) -> None:
+    path, references = expert_oracle("deepseek_v3, yarn")
+    with Engine(small_config(path, pool=pool_url, cache_layout="page-first", page_size=48)) as writer:
+        got, _ = generate(writer, references)
+        check_tokens("writer", references, got, totals)
+        assert writer.drain_saves(WAIT_S)
+        writer.reset_prefix_cache()
+        got, cached = generate(writer, references)
+        check_tokens("writer, second time", references, got, totals)
+        assert cached[0] >= 512
+    with Engine(small_config(path, pool=pool_url, pool_load=load, tensor_parallel_size=2, page_size=32)) as reader:
+        got, cached = generate(reader, references)
+        check_tokens("reader", references, got, totals)
+        assert cached[0] >= 512
+
+
+@pytest.mark.parametrize(("family", "tp"), [("deepseek_v2", 2), ("deepseek_v3", 4), ("glm4_moe_lite", 2)])
+def test_every_rank_holds_the_latents_and_one_writes_them(
+    family: str, tp: int, expert_oracle: ExpertOracle, pool_url: str
+) -> None:
+    """A token takes layers × (latent + rope) in the pool however many ranks hold it, and rank 0 moves its share."""
+    path, references = expert_oracle(family)
+    shape, num_layers = LATENT_SHAPES[family], 3
+    row_bytes = (shape["kv_lora_rank"] + shape["qk_rope_head_dim"]) * 4
+    with Engine(small_config(path, pool=pool_url, tensor_parallel_size=tp)) as writer:
+        generate(writer, references)
+        assert writer.drain_saves(WAIT_S)
+        saved_bytes = writer.stats().pool.saved_bytes
+    with closing(open_store(pool_url)) as store:
+        chunks = list(store.scan())
+    assert chunks
+    assert [chunk.num_bytes for chunk in chunks] == [chunk.num_tokens * num_layers * row_bytes for chunk in chunks]
+    written = [len([layer for layer in range(num_layers) if (chunk.number + layer) % tp == 0]) for chunk in chunks]
+    assert saved_bytes == sum(n * chunk.num_tokens * row_bytes for n, chunk in zip(written, chunks, strict=True))
 
 
 def test_another_routing_rule_is_another_model(expert_oracle: ExpertOracle, tmp_path: Path, pool_url: str) -> None:

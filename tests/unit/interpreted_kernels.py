@@ -12,16 +12,20 @@ from hypothesis import strategies as st
 
 import moe_cases
 from headwater.kernels import moe
-from headwater.kernels.attention.triton_backend import decode_splits, prefill_splits
+from headwater.kernels.attention.triton_backend import TritonAttention, decode_splits, prefill_splits
 from headwater.kernels.attention.triton_decode import decode_config
 from headwater.kernels.attention.triton_latent import latent_splits
 from headwater.kernels.attention.triton_prefill import prefill_config
 from headwater.kernels.moe_reference import run_experts_torch
 from headwater.kernels.moe_triton import run_experts_triton
 from headwater.kernels.routing import RoutingRule
+from headwater.models.config_hf import config_from_hf
+from headwater.models.decoder import build_model
+from headwater.models.latent import least_expanded
 
 import kernel_checks
 from kernel_cases import AttentionShape, RopeCase, relative_error
+from models_support import run_tokens
 
 torch.set_num_threads(1)
 
@@ -51,6 +55,23 @@ def test_rows_of_one_tile_on_both_sides_of_a_split():
 def test_queries_that_begin_at_the_edge_of_a_block():
     shape = AttentionShape((3,) * 4, (30, 31, 32, 62), num_decodes=0, kv_heads=1, group=1, dim=16)
     kernel_checks.check_attention(random.Random(0), "cpu", torch.float32, shape=shape)
+
+
+@pytest.mark.parametrize("chunk", [None, 13], ids=["expanded", "absorbed"])
+def test_layers_of_latent_attention(chunk):
+    """What a model gives the kernels: slices, transposed products, values of another width than keys."""
+    values = {"model_type": "deepseek_v2", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1}
+    values |= {"num_attention_heads": 3, "intermediate_size": 16, "max_position_embeddings": 64, "q_lora_rank": 12}
+    values |= {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 10}
+    model = build_model(config_from_hf(values | {"first_k_dense_replace": 1}))
+    generator = torch.Generator().manual_seed(0)
+    for name, target in model.targets().items():
+        target.destination.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+    tokens = [(7 * i * i + 3) % 40 for i in range(31)]
+    assert 13 < least_expanded(model.config.attention) <= len(tokens)
+    expected = run_tokens(model, tokens)
+    found = run_tokens(model, tokens, chunk, backend=TritonAttention("cpu", num_sms=4))
+    assert relative_error(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("order", ["halves", "pairs"])

@@ -173,6 +173,15 @@ def test_no_matrix_of_scores_for_a_long_prompt():
     assert 0 < largest.numel < length * length / 4
 
 
+@pytest.mark.parametrize("v_dim", [24, 96])
+def test_values_of_another_width_than_keys(v_dim):
+    q, k, v, batch = problem([20, 700], [(40, 90)])
+    v = fill(torch.full((*v.shape[:3], v_dim), float("nan")), batch, torch.Generator().manual_seed(3))
+    found = attend(BACKEND, q, k, v, batch)
+    assert found.shape == (*q.shape[:2], v_dim)
+    torch.testing.assert_close(found, attend(ReferenceAttention(), q, k, v, batch), rtol=0, atol=2e-6)
+
+
 def test_the_registry_creates_it():
     assert isinstance(create_attention_backend("cpu", "cpu"), CpuAttention)
     assert isinstance(create_attention_backend("auto", "cpu"), CpuAttention)
@@ -183,8 +192,8 @@ def test_the_registry_creates_it():
     [
         (lambda q, k, v: (q[:-1], k, v), "as planned"),
         (lambda q, k, v: (q[:, :-1], k, v), "multiple of 3 heads"),
-        (lambda q, k, v: (q, k, v[..., :32]), "one width"),
-        (lambda q, k, v: (q[..., :32], k, v), "one width"),
+        (lambda q, k, v: (q, k, v[:-1]), "as many pages of K as of V"),
+        (lambda q, k, v: (q[..., :32], k, v), "queries as wide as K"),
         (lambda q, k, v: (q, k, v.transpose(2, 3).contiguous().transpose(2, 3)), "contiguous"),
         (lambda q, k, v: (q.to("meta"), k, v), "main memory"),
     ],

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 
 from typer.testing import CliRunner  # noqa: E402
 
-from headwater.bench import engine, engine_cpu, engine_gpu, engine_peers  # noqa: E402
+from headwater.bench import engine, engine_cpu, engine_gpu, engine_peers, engine_shapes  # noqa: E402
 from headwater.cli.app import app  # noqa: E402
 from headwater.errors import EngineError  # noqa: E402
 from headwater.models.config_hf import config_from_hf  # noqa: E402
@@ -94,7 +94,7 @@ def test_a_side_that_says_too_little_is_found_out() -> None:
 
 
 def test_what_a_step_must_read_and_a_prompt_must_compute() -> None:
-    config = config_from_hf(engine_gpu.LLAMA_8B)
+    config = config_from_hf(engine_shapes.LLAMA_8B)
     assert engine_gpu.layer_params(config) == pytest.approx(6.98e9, rel=0.01)
     # 7.5 billion parameters without the embedding, and 128 KiB of KV a token
     assert engine_gpu.step_bytes(config, 1, 0, 2) == pytest.approx(15.0e9, rel=0.01)

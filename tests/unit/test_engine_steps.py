@@ -94,6 +94,9 @@ class HistoryDevice(HistoryCache):
     def store_stats(self) -> None:
         return None
 
+    def expert_rows(self, *, wait: bool) -> None:
+        return None
+
     def check_alive(self) -> None:
         pass
 

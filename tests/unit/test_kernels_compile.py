@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from headwater.kernels import moe_kernels, moe_pair_kernels, rope_triton, route_triton  # noqa: E402
-from headwater.kernels.attention import triton_latent, triton_latent_merge  # noqa: E402
+from headwater.kernels.attention import triton_latent, triton_latent_merge, triton_prefill  # noqa: E402
 from headwater.kernels.moe_triton import experts_config  # noqa: E402
 
 SHARED_BYTES = 232448
@@ -82,8 +82,10 @@ def test_sorting_and_summing() -> None:
 @pytest.mark.parametrize("groups", [1, 8])
 def test_routing(groups: int) -> None:
     types = {"logits": WIDE, "bias": WIDE, "ids": INDEX, "weights": WIDE, "scaling": "fp32"}
+    types |= {"counts": LONG, "live": INDEX}
     grouped = {"GROUPS": groups, "BLOCK_GROUPS": groups, "KEPT": max(groups // 2, 1), "TOP2": groups > 1}
     rule = {"TOP_K": 8, "BLOCK_K": 8, "SOFTMAX": groups == 1, "BIAS": groups > 1, "RENORMALISE": True}
+    rule["COUNTED"] = True
     compile_kernel(route_triton._route_kernel, types, {"NUM_EXPERTS": 160, "BLOCK": 256} | grouped | rule, num_warps=1)
 
 
@@ -96,6 +98,28 @@ def test_rope(pairs: bool, rest: int, store: bool) -> None:
     sizes = {"PAGE_SIZE": 16, "HALF": 32, "HALF_BLOCK": 32, "REST": rest, "REST_BLOCK": max(rest, 1), "HEAD_BLOCK": 8}
     modes = {"V_DIM": 128, "V_BLOCK": 128, "PAIRS": pairs, "NORM": store, "STORE": store}
     compile_kernel(rope_triton._rope_kernel, types, sizes | modes, num_warps=4)
+
+
+def test_rope_beside_a_latent() -> None:
+    types = dict.fromkeys(("q", "k", "v", "q_weight", "k_weight", "k_pages", "v_pages"), HALF)
+    types |= {"cos_sin": WIDE, "positions": LONG, "slots": LONG, "eps": "fp32"}
+    sizes = {"PAGE_SIZE": 16, "HALF": 32, "HALF_BLOCK": 32, "REST": 0, "REST_BLOCK": 1, "HEAD_BLOCK": 8}
+    modes = {"V_DIM": 512, "V_BLOCK": 512, "PAIRS": True, "NORM": False, "STORE": True}
+    compile_kernel(rope_triton._rope_kernel, types, sizes | modes, num_warps=4)
+
+
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(192, 128), (256, 256)], ids=["DeepSeek", "GLM-4-MoE-Lite"])
+@pytest.mark.parametrize("split", [False, True])
+def test_attention_over_expanded_latents(k_dim: int, v_dim: int, split: bool) -> None:
+    """Keys and values of every head, made for one chunk: K and V of different widths, a query head each."""
+    config = triton_prefill.prefill_config(torch.bfloat16, k_dim, 1, SHARED_BYTES)
+    types = dict.fromkeys(("q", "k_pages", "v_pages"), HALF) | {"out": WIDE if split else HALF}
+    types |= dict.fromkeys(("tiles", "query_starts", "kv_lens", "page_table"), INDEX)
+    types |= {"log_sums": WIDE, "scale": "fp32"}
+    sizes = {"GROUP": 1, "PAGE_SIZE": 16, "K_DIM": k_dim, "V_DIM": v_dim, "BLOCK_K": 256, "BLOCK_V": v_dim}
+    blocks = {"BLOCK_ROWS": config.block_rows, "BLOCK_TOKENS": config.block_tokens, "PRECISION": "tf32"}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    compile_kernel(triton_prefill._prefill_kernel, types, sizes | blocks | {"SPLIT": split}, **options)
 
 
 @pytest.mark.parametrize("rows", [16, 64])

@@ -77,9 +77,9 @@ def test_the_documented_table_of_the_pool_is_the_declaration() -> None:
 
 def test_the_documented_table_of_the_server_is_its_declaration() -> None:
     pytest.importorskip("prometheus_client")
-    from headwater.serve.metrics import ENGINE_METRICS, SERVER_METRICS
+    from headwater.serve.metrics import ENGINE_METRICS, EXPERT_ROWS, SERVER_METRICS
 
-    assert documented("serving.md") == [row(metric) for metric in (*ENGINE_METRICS, *SERVER_METRICS)]
+    assert documented("serving.md") == [row(metric) for metric in (*ENGINE_METRICS, EXPERT_ROWS, *SERVER_METRICS)]
 
 
 def row(metric: Metric) -> str:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headwater.connector.metrics import POOL_METRICS, distributions, snapshot
 from headwater.connector.stats import TRANSFER_BUCKETS_S, Durations, TransferStats
 from headwater.serve.messages import Stats, decode_from_engine, encode
-from headwater.serve.metrics import ENGINE_METRICS, SERVER_METRICS, ServerMetrics
+from headwater.serve.metrics import ENGINE_METRICS, EXPERT_ROWS, SERVER_METRICS, ServerMetrics
 from headwater.stores.stats import StoreStats, TierStats
 
 from metric_cases import STORE, TIMES, TRANSFER, samples, shown_name
@@ -36,7 +36,7 @@ def sent(stats: Stats) -> Stats:
 def test_the_page_has_exactly_what_is_declared_and_documented() -> None:
     metrics = ServerMetrics(Stats, FACTS)
     families = {family.name: family for family in text_string_to_metric_families(metrics.render()[0].decode())}
-    declared = {shown_name(metric): metric for metric in (*ENGINE_METRICS, *POOL_METRICS, *SERVER_METRICS)}
+    declared = {shown_name(metric): metric for metric in (*ENGINE_METRICS, EXPERT_ROWS, *POOL_METRICS, *SERVER_METRICS)}
     # With labels, a counter has a moment of creation only when it is first counted.
     created = {name for name in families if name.endswith("_created")}
     assert families.keys() - created == declared.keys()
@@ -79,11 +79,21 @@ def test_readings_follow_the_engine() -> None:
 
 
 def test_every_figure_of_the_engine_is_on_the_page() -> None:
-    fields = [name for name in Stats.__struct_fields__ if name not in ("pool", "pool_times", "num_generated_tokens")]
+    apart = ("pool", "pool_times", "num_generated_tokens", "expert_rows")
+    fields = [name for name in Stats.__struct_fields__ if name not in apart]
     assert {metric.field for metric in ENGINE_METRICS} == set(fields)
     shown = page(ServerMetrics(lambda: Stats(**{name: i for i, name in enumerate(fields, 1)}), {}))
     for metric in ENGINE_METRICS:
         assert shown[metric.name] == fields.index(metric.field) + 1
+
+
+def test_rows_of_experts_are_on_the_page_by_layer_and_expert() -> None:
+    stats = sent(Stats(expert_rows={1: [5, 0, 2**40], 3: [7, 8, 9]}))
+    shown = page(ServerMetrics(lambda: stats, {}))
+    assert shown['headwater_expert_rows_total{expert="0",layer="1"}'] == 5
+    assert shown['headwater_expert_rows_total{expert="2",layer="1"}'] == 2**40
+    assert shown['headwater_expert_rows_total{expert="1",layer="3"}'] == 8
+    assert len([name for name in shown if name.startswith("headwater_expert_rows_total")]) == 6
 
 
 def test_every_figure_of_the_pool_is_on_the_page() -> None:

@@ -12,12 +12,15 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from headwater.kernels.attention.base import AttentionBatch
+from headwater.kernels.attention.reference import ReferenceAttention
 from headwater.kv import format as kv_format
 from headwater.kv.checkpoint import digest_checkpoint
 from headwater.kv.encoding import ENCODINGS, stored_extent_bytes, stored_tile_bytes
@@ -25,6 +28,9 @@ from headwater.kv.hashing import FORMAT_VERSION, ChunkKeys, ChunkRef, Extra, roo
 from headwater.kv.identity import Identity, canonical_rope, digest_scales
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split, Topology, TopologyError, whole_shard
+from headwater.models.config_hf import config_from_hf
+from headwater.models.context import StepContext
+from headwater.models.decoder import Decoder, build_model
 from headwater.pool import Pool, open_pool
 from headwater.pool.space import Space, tenant_tag
 from headwater.stores import open_store
@@ -44,6 +50,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 KEYS, SHARDS, EXTENT, INDEX, MANIFEST = (load(name) for name in ("keys", "shards", "extent", "index", "manifest"))
+LATENT = load("latent")
 EXTENT_BYTES = (VECTORS / "extent.bin").read_bytes()
 
 
@@ -67,6 +74,48 @@ def test_the_committed_files_are_what_the_generator_makes(second: ModuleType) ->
 def test_the_generator_shares_no_code_with_headwater() -> None:
     source = (VECTORS / "generate.py").read_text()
     assert not re.search(r"^\s*(?:from|import)\s+(?:headwater|numpy)", source, re.MULTILINE)
+
+
+# ---- latent attention --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("vector", LATENT["cases"], ids=lambda v: v["name"])
+def test_planes_of_latent_attention(vector: dict[str, Any]) -> None:
+    """Through a layer of the engine, into the pages of its cache: the normed latent, and the rotated key in pairs."""
+    given = vector["rope_settings"]
+    rope: dict[str, Any] = {"rope_theta": given["theta"]}
+    if "factor" in given:
+        rope |= {"rope_type": "yarn", "original_max_position_embeddings": given["original_length"]}
+        rope |= {name: given[name] for name in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+    width, rope_width, position = len(vector["latent"]), len(vector["rope"]), vector["position"]
+    model = one_latent_layer(width, rope_width, rope_parameters=rope)
+    attention = model.layers[0].attention
+    attention.kv_norm.weight.copy_(torch.tensor(LATENT["norm"]))
+    attention.from_input.weight.zero_()
+    attention.from_input.weight[-width - rope_width :, 0] = torch.tensor(LATENT["product"])
+    page = (1, 1, 1)
+    planes = (torch.full((*page, width), torch.nan), torch.full((*page, rope_width), torch.nan))
+    backend = ReferenceAttention()
+    one = torch.ones(1, dtype=torch.int32)
+    batch = AttentionBatch(torch.tensor([0, 1]).int(), one, one.view(1, 1) - 1, (1,), (1,), 1, 1)
+    cache = SimpleNamespace(planes=lambda layer: planes)
+    ctx = StepContext(torch.tensor([position]), torch.tensor([0]), backend, batch, backend.plan(batch), cache)
+    x = torch.zeros(1, model.config.hidden_size)
+    x[0, 0] = 1.0
+    attention(x, model.cos_sin, ctx)
+    # Angles are rounded to float32 before their cosine is taken.
+    for plane, name, tolerance in ((planes[0], "latent", 1e-6), (planes[1], "rope", 1e-6 + position * 2e-7)):
+        torch.testing.assert_close(plane[0, 0, 0], torch.tensor(vector[name]), rtol=0, atol=tolerance)
+
+
+def one_latent_layer(latent_dim: int, rope_dim: int, rope_parameters: dict[str, Any]) -> Decoder:
+    """A model whose only layer has latents of these widths."""
+    values: dict[str, Any] = {"model_type": "deepseek_v2", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1}
+    values |= {"num_attention_heads": 1, "intermediate_size": 4, "max_position_embeddings": 8192, "q_lora_rank": None}
+    values |= {"kv_lora_rank": latent_dim, "qk_rope_head_dim": rope_dim, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    values |= {"first_k_dense_replace": 1, "rms_norm_eps": LATENT["eps"], "rope_parameters": rope_parameters}
+    model = build_model(config_from_hf(values))
+    for target in model.targets().values():
+        target.destination.zero_()
+    return model
 
 
 # ---- names ------------------------------------------------------------------------------------------------------

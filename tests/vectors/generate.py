@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 import sys
 from pathlib import Path
@@ -629,6 +630,64 @@ def manifest_json() -> dict[str, Any]:
     return {"field_offsets": offsets, "spec": "gqa", "checksums": numbers, "manifests": cases, "newer_hex": newer.hex()}
 
 
+# ---- 1.1: the planes of latent attention --------------------------------------------------------------------------
+def latent_row(raw: list[float], norm: list[float], eps: float) -> list[float]:
+    scale = math.sqrt(sum(x * x for x in raw) / len(raw) + eps)
+    return [x / scale * weight for x, weight in zip(raw, norm, strict=True)]
+
+
+def rope_row(raw: list[float], position: int, rope: dict[str, Any]) -> list[float]:
+    out = []
+    for pair, turn in enumerate(frequencies(len(raw), rope)):
+        cos, sin = (f(position * turn) * rope_factor(rope) for f in (math.cos, math.sin))
+        even, odd = raw[2 * pair], raw[2 * pair + 1]
+        out += [even * cos - odd * sin, even * sin + odd * cos]
+    return out
+
+
+def frequencies(dim: int, rope: dict[str, Any]) -> list[float]:
+    plain = [rope["theta"] ** (-2 * pair / dim) for pair in range(dim // 2)]
+    if "factor" not in rope:
+        return plain
+
+    def pair_turning(times: float) -> float:
+        return dim * math.log(rope["original_length"] / (times * 2 * math.pi)) / (2 * math.log(rope["theta"]))
+
+    low = max(math.floor(pair_turning(rope["beta_fast"])), 0)
+    high = min(math.ceil(pair_turning(rope["beta_slow"])), dim - 1)
+    stretched = [min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(dim // 2)]
+    return [x * (1 - part) + x / rope["factor"] * part for x, part in zip(plain, stretched, strict=True)]
+
+
+def rope_factor(rope: dict[str, Any]) -> float:
+    if "factor" not in rope:
+        return 1.0
+    weights = (rope["mscale"], rope["mscale_all_dim"])
+    above, below = (0.1 * weight * math.log(rope["factor"]) + 1.0 for weight in weights)
+    return above / below
+
+
+LATENT_ROPES: dict[str, dict[str, Any]] = {
+    "plain": {"theta": 10000.0},
+    "yarn": {"theta": 10000.0, "factor": 8.0, "original_length": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+    | {"mscale": 0.707, "mscale_all_dim": 1.0},
+}
+
+
+def latent_json() -> dict[str, Any]:
+    """One token of one layer: the product with `kv_a_proj_with_mqa`, and the two rows that are stored of it."""
+    raw = [round(math.sin(1 + 3 * i), 6) for i in range(12)]
+    norm = [round(1 + 0.3 * math.cos(i), 6) for i in range(12)]
+    rope_raw = [round(math.cos(2 + 5 * i), 6) for i in range(16)]
+    cases = []
+    for name, rope in LATENT_ROPES.items():
+        for position in (0, 1, 77, 5000):
+            rows = {"latent": latent_row(raw, norm, 1e-6), "rope": rope_row(rope_raw, position, rope)}
+            shown = {plane: [round(x, 7) for x in row] for plane, row in rows.items()}
+            cases.append({"name": f"{name}, {position}", "rope_settings": rope, "position": position, **shown})
+    return {"product": raw + rope_raw, "norm": norm, "eps": 1e-6, "cases": cases}
+
+
 def pretty(data: dict[str, Any]) -> bytes:
     """JSON with one line for each item of a list and each member, so that a difference is a line."""
     members = []
@@ -644,6 +703,7 @@ def build() -> dict[str, bytes]:
     described, data = extent_files()
     tables = {"keys": keys_json(), "shards": shards_json(), "extent": described, "index": index_json()}
     tables["manifest"] = manifest_json()
+    tables["latent"] = latent_json()
     return {f"{name}.json": pretty(table) for name, table in tables.items()} | {"extent.bin": data}
 
 

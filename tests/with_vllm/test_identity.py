@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import LoadConfig
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from headwater.engine.identity import engine_identity
 from headwater.integrations.vllm.before import note_files_of
 from headwater.integrations.vllm.declined import DeclinedError
-from headwater.integrations.vllm.identity import server_identity, writer_group
+from headwater.integrations.vllm.identity import server_identity, server_spec, writer_group
 from headwater.integrations.vllm.options import read_options
 from headwater.integrations.vllm.weights import name_weights
+from headwater.kv.spec import KVSpec
 from headwater.models.checkpoint import open_checkpoint
 from headwater.models.config import FAMILIES
 from headwater.models.config_experts import EXPERTS
@@ -65,6 +67,45 @@ def test_it_is_the_reference_engines_with_experts(family: str, tmp_path: Path) -
     values = json.loads((path / "config.json").read_text())
     other = changed(path, tmp_path / "other", num_experts_per_tok=values["num_experts_per_tok"] - 1)
     assert identity(config_of(other)) == engine_identity(open_checkpoint(other), "float32", "auto").digest != name
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_workers_name_a_model_as_the_scheduler_does_though_they_rename_its_rope(family: str, tmp_path: Path) -> None:
+    config = config_of(save_experts(tmp_path / "model", family))
+    before = identity(config)
+    rope = config.model_config.hf_config.rope_parameters
+    assert rope["rope_type"] == "yarn"
+    rope["rope_type"] = "deepseek_yarn"  # as vLLM's class of latent attention does
+    assert identity(config) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "custom_ops", "is_declined"),
+    [
+        ("default", [], True),
+        ("default", ["all"], True),
+        ("default", ["none", "+rotary_embedding"], True),
+        ("default", ["none"], False),
+        ("default", ["-rotary_embedding"], False),
+        ("yarn", ["all"], False),
+        ("deepseek_yarn", ["all"], False),
+    ],
+)
+def test_wrong_rotations_of_vllm_on_cpus_are_declined(kind: str, custom_ops: list[str], is_declined: bool) -> None:
+    hf = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, rope_parameters={"rope_type": kind})
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=hf, get_total_num_hidden_layers=lambda: 2),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(custom_ops=custom_ops),
+    )
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    if is_declined:
+        with pytest.raises(DeclinedError, match="-rotary_embedding"):
+            server_spec(config, cache)
+    else:
+        assert server_spec(config, cache) == KVSpec.mla(num_layers=2, latent_dim=512, rope_dim=64, dtype="float32")
 
 
 def online(**settings: Any) -> Any:

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
 CHUNK = 256
 NUM_NEW = 10
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 # Each line: (tensor-parallel size, block size, which prompts must be hits, which prompt it writes)
@@ -158,7 +159,9 @@ def test_the_reference_engine_and_vllm_share_models_with_experts(
     ours, theirs = random_tokens(seed, 600), random_tokens(seed + 1, 530)
     first = reference(model, pool_url, [ours])
     assert first["cached"] == [0]
-    with engine(log_file, settings_of(model, pool_url, tp=2)) as running:
+    # vLLM's latent attention on CPUs has one block size.
+    block_size = 128 if FAMILIES[family].q_latent_dim is None else 16
+    with engine(log_file, settings_of(model, pool_url, tp=2, block_size=block_size)) as running:
         hit = running.ask("generate", prompts=[ours], max_tokens=NUM_NEW)
         assert hit["external"] == hit_tokens(ours), "what the reference engine wrote was not found"
         assert hit["tokens"] == first["tokens"]
@@ -168,3 +171,35 @@ def test_the_reference_engine_and_vllm_share_models_with_experts(
     again = reference(model, pool_url, [theirs])
     assert again["cached"] == [hit_tokens(theirs)], "what vLLM wrote was not found"
     assert again["tokens"] == cold["tokens"]
+
+
+def test_latent_attention_in_vllm_says_what_transformers_says(tmp_path: Path, pool_url: str, log_file: Path) -> None:
+    """DeepSeek-V2-Lite's kind (no latent of queries, no groups) with plain rope: computed, loaded, and grown."""
+    import torch
+    import transformers
+
+    model = save_experts(tmp_path / "model", "deepseek_v2, greedy", vocab_size=512, rope_parameters=dict(PLAIN_ROPE))
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(model).float().eval()
+
+    def greedy(prompt: list[int]) -> list[int]:
+        with torch.no_grad():
+            found = oracle.generate(
+                torch.tensor([prompt]), max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0
+            )
+        return [int(token) for token in found[0, len(prompt) :]]
+
+    prompt = random_tokens(700, 300)
+    options = {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    with engine(log_file, settings_of(model, pool_url, **options)) as running:
+        cold = running.ask("generate", prompts=[prompt], max_tokens=NUM_NEW)
+        assert cold["external"] == 0
+        assert cold["tokens"] == [greedy(prompt)]
+        wait_for_hits(pool_url, [prompt])
+        hit = running.ask("generate", prompts=[prompt], max_tokens=NUM_NEW)
+        assert hit["external"] == hit_tokens(prompt)
+        assert hit["tokens"] == cold["tokens"]
+        turn = [*prompt, *cold["tokens"][0], *random_tokens(701, 22)]
+        wait_saved(pool_url, [(turn, len(prompt) + NUM_NEW - 1)])
+        grown = running.ask("generate", prompts=[turn], max_tokens=NUM_NEW)
+        assert grown["external"] == len(prompt) + NUM_NEW - 1, "the last token generated was never computed"
+        assert grown["tokens"] == [greedy(turn)]

@@ -20,6 +20,8 @@ from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.options import read_options
 from headwater.integrations.vllm.weights import check_loaded_tensors
 
+from vllm_models import save_experts
+
 Tensors = dict[str, Tensor]
 ATTENTION = "model.layers.0.self_attn."
 MLP = "model.layers.1.mlp."
@@ -49,6 +51,23 @@ def experts(tensors: Tensors) -> list[str]:
 def test_a_whole_checkpoint_is_not_declined(qwen3: Path, moe: Path, smollm2: Path) -> None:
     for model in (qwen3, moe, smollm2):
         check_loaded_tensors(engine(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "missing"),
+    [
+        ("deepseek_v2", "q_a_proj"),
+        ("deepseek_v2", "kv_a_proj_with_mqa"),
+        ("deepseek_v2, greedy", "kv_a_proj_with_mqa"),
+        ("deepseek_v2, greedy", "q_proj"),
+    ],
+)
+def test_latent_attention_with_and_without_a_latent_of_queries(family: str, missing: str, tmp_path: Path) -> None:
+    model = save_experts(tmp_path / "model", family)
+    check_loaded_tensors(engine(model))
+    folder = edited(model, tmp_path / "other", remove(f"{ATTENTION}{missing}.weight"))
+    with pytest.raises(DeclinedError, match="complete"):
+        check_loaded_tensors(engine(folder))
 
 
 def test_a_tensor_in_two_files(qwen3: Path, tmp_path: Path) -> None:

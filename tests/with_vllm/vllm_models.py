@@ -65,6 +65,8 @@ def save_experts(directory: Path, family: str, **changes: Any) -> Path:
     searched = SEARCH_FAMILIES[family]
     torch.manual_seed(3)
     values = searched.config | {"max_position_embeddings": 4096, "initializer_range": 0.15} | changes
+    if "factor" in values.get("rope_parameters", {}):
+        values["rope_parameters"]["original_max_position_embeddings"] = 1024
     config = transformers.AutoConfig.for_model(searched.model_type, **values)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():

@@ -60,7 +60,8 @@ def save_family(family: SearchFamily, folder: Path) -> None:
     model.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
     full = json.loads(json.dumps(config.to_dict(), default=str)) | written
-    (folder / "config.json").write_text(json.dumps({key: full[key] for key in full if full[key] is not None}))
+    kept = {key: value for key, value in full.items() if value is not None or family.config.get(key, 0) is None}
+    (folder / "config.json").write_text(json.dumps(kept))
 
 
 class OtherConfig:
@@ -90,7 +91,7 @@ class OtherConfig:
         """vLLM's whole configuration for the changed config.json."""
         values = self.base if change is None else change.apply(self.base)
         (self.other / "config.json").write_text(json.dumps(values))
-        is_mla = self.family.model_type.startswith("deepseek")
+        is_mla = "kv_lora_rank" in self.family.changes
         return EngineArgs(
             model=str(self.other),
             dtype="float32",

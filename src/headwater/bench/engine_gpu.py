@@ -1,7 +1,8 @@
-"""The GPU part of `headwater bench engine`: how close steps come to what the device itself can do.
+"""Whole steps in `headwater bench engine`: how close they come to what the device itself can do.
 
-Random weights of an 8B-class Llama through the whole engine, scheduling and sampling included. The limits are measured
-in the same run: memory bandwidth by a large copy, arithmetic by a large bf16 product.
+Random weights of some model's shape through the whole engine, scheduling and sampling included. The limits are measured
+in the same run: memory bandwidth by a large copy, arithmetic by a large bf16 product. Of a mixture of experts, a step
+must read the experts that its rows really went to, which are counted; a prompt computes with the chosen ones.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +24,14 @@ from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.params import SamplingParams
 from headwater.kernels.dtypes import TORCH_DTYPES
-from headwater.models.config import ModelConfig
+from headwater.models.config import ModelConfig, SparseConfig
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "torch_dtype": "bfloat16",
-}
 SLACK_STEPS = 128
 """How much the first request of a batch may have said, at most, when the last one begins."""
 GPU_FIGURES = ("decode_b1_roofline", "decode_b64_roofline", "prefill_mfu")
+MOE_FIGURES = tuple(f"moe_{name}" for name in GPU_FIGURES)
+COUNTED_STEPS = 4
+"""Steps after the measured ones in which the experts that were touched are counted."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +46,10 @@ class GpuBench:
     prefill_tokens: int = 8192
     copy_bytes: int = 2 << 30
     matmul_size: int = 8192
+    memory_ratio: float = 0.6
+    """For the engine; the limits are measured beside it."""
+    prefix: str = ""
+    """Of the figures' names."""
 
     @property
     def steps(self) -> int:
@@ -67,18 +57,25 @@ class GpuBench:
         return self.window_steps * self.pairs
 
 
-def step_bytes(config: ModelConfig, batch_size: int, context: float, itemsize: int) -> float:
-    """Bytes that one step of decoding has to read: all weights but the embedding table, and the KV of the context."""
-    shape = config.attention
-    kv = 2 * config.num_layers * shape.num_kv_heads * shape.head_dim * context * batch_size
-    return (layer_params(config) + _head_params(config) + kv) * itemsize
+def step_bytes(
+    config: ModelConfig, batch_size: int, context: float, itemsize: int, touched: float | None = None
+) -> float:
+    """Bytes that one step of decoding has to read: all weights but the embedding table, and the KV of the context. Of
+    the experts, `touched` of each sparse layer."""
+    kv = config.kv_spec("bfloat16").token_bytes / 2 * context * batch_size
+    read = layer_params(config) + _head_params(config) + kv
+    if config.sparse is not None and touched is not None:
+        untouched = config.sparse.num_experts - touched
+        read -= len(config.sparse.layers) * untouched * 3 * config.hidden_size * config.sparse.expert_size
+    return read * itemsize
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
     """Arithmetic of one prompt: the layers for every token, causal attention, the output matrix for the last token."""
-    shape = config.attention
-    attention = 4 * config.num_layers * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1) / 2
-    return 2 * layer_params(config) * num_tokens + attention + 2 * _head_params(config)
+    shape: Any = config.attention
+    widths = shape.qk_dim + shape.v_dim if hasattr(shape, "qk_dim") else 2 * shape.head_dim
+    attention: float = 2 * config.num_layers * shape.num_heads * widths * num_tokens * (num_tokens + 1) / 2
+    return 2 * active_params(config) * num_tokens + attention + 2 * _head_params(config)
 
 
 def layer_params(config: ModelConfig) -> int:
@@ -88,17 +85,37 @@ def layer_params(config: ModelConfig) -> int:
     return attention + sum(config.mlp_of(layer).num_parameters(hidden) for layer in range(config.num_layers))
 
 
+def active_params(config: ModelConfig) -> int:
+    """Those of them that one token is multiplied with."""
+    hidden = config.hidden_size
+    mlps = (config.mlp_of(layer) for layer in range(config.num_layers))
+    return config.num_layers * config.attention.num_parameters(hidden) + sum(
+        mlp.num_active_parameters(hidden) if isinstance(mlp, SparseConfig) else mlp.num_parameters(hidden)
+        for mlp in mlps
+    )
+
+
 def _head_params(config: ModelConfig) -> int:
     return config.vocab_size * config.hidden_size
 
 
-def bench_gpu(bench: GpuBench, note: Note, device: str = "cuda") -> dict[str, Any]:
+def bench_gpu(
+    bench: GpuBench,
+    note: Note,
+    device: str = "cuda",
+    attempt: Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Measure decoding at batch 1 and 64, and a long prompt; None for all of them where there is no GPU.
 
-    `device` is for tests, which have none: the same on a CPU, in float32.
+    `device` is for tests, which have none: the same on a CPU, in float32. `attempt` is given each figure's name and
+    measurement, and may leave it out or take its failure for a result.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        return dict.fromkeys(GPU_FIGURES) | {"gpu": None, "gpu_reason": "no CUDA device found"}
+        return dict.fromkeys(bench.prefix + name for name in GPU_FIGURES) | {
+            "gpu": None,
+            "gpu_reason": "no CUDA device found",
+        }
+    attempt = attempt or (lambda name, measure: measure())
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(bench.config))
         config = EngineConfig(
@@ -107,20 +124,22 @@ def bench_gpu(bench: GpuBench, note: Note, device: str = "cuda") -> dict[str, An
             device=device,
             dtype="bfloat16" if device == "cuda" else "float32",
             max_num_seqs=64,
-            memory_ratio=0.6,  # the limits are measured beside it
+            memory_ratio=bench.memory_ratio,
             max_batched_tokens=bench.prefill_tokens,
             max_model_len=bench.prefill_tokens + 64,
         )
         note("making random weights on the GPU, and capturing graphs")
+        begun = time.perf_counter()
         with Engine(config) as engine:
             gpu = _Gpu(bench, engine)
             name = torch.cuda.get_device_name() if device == "cuda" else device
-            report: dict[str, Any] = {"gpu": name, "gpu_reason": None, "gpu_pairs": bench.pairs}
+            report: dict[str, Any] = {"gpu": name, "gpu_reason": None, f"{bench.prefix}gpu_pairs": bench.pairs}
+            report[f"{bench.prefix}engine_start_s"] = time.perf_counter() - begun
             for batch_size in (1, 64):
                 note(f"decoding, batch {batch_size}, around {bench.context_tokens} tokens of context")
-                report |= gpu.decode(batch_size)
+                report |= attempt(f"{bench.prefix}decode_b{batch_size}_roofline", partial(gpu.decode, batch_size))
             note(f"a prompt of {bench.prefill_tokens} tokens")
-            report |= gpu.prefill()
+            report |= attempt(f"{bench.prefix}prefill_mfu", gpu.prefill)
     return report
 
 
@@ -139,6 +158,12 @@ class _Gpu:
 
     def decode(self, batch_size: int) -> dict[str, Any]:
         """Windows of steps in turns with a large copy."""
+        try:
+            return self._named(self._decode(batch_size))
+        finally:
+            self._drain()
+
+    def _decode(self, batch_size: int) -> dict[str, Any]:
         bench, engine = self._bench, self._engine
         prompt_tokens = max(1, bench.context_tokens - bench.steps // 2)
         waiting = self._fill(batch_size, prompt_tokens, bench.steps + SLACK_STEPS)
@@ -156,21 +181,45 @@ class _Gpu:
                 engine.step()
 
         rounds = _take_turns({"steps": window, "copy": lambda: target.copy_(source)}, bench.pairs)
+        touched = self._touched()
         assert engine.stats().num_running == batch_size, "a request ended inside the measurement"
-        self._drain()
         bandwidth = 2 * bench.copy_bytes / rounds.time("copy")
         step_s = rounds.time("steps") / bench.window_steps
-        needed = step_bytes(self._model, batch_size, context, self._dtype.itemsize)
-        return {
+        needed = step_bytes(self._model, batch_size, context, self._dtype.itemsize, touched)
+        report = {
             f"decode_b{batch_size}_ms": 1000 * step_s,
             f"decode_b{batch_size}_tokens_per_s": batch_size / step_s,
             f"decode_b{batch_size}_roofline": needed / bandwidth / step_s,
-            f"decode_b{batch_size}_noise": _spread(rounds, "steps"),
+            f"decode_b{batch_size}_noise": rounds.spread("steps"),
             "gpu_copy_gbps": bandwidth / 1e9,
         }
+        if touched is not None:
+            report |= {f"decode_b{batch_size}_touched": touched, f"decode_b{batch_size}_gb": needed / 1e9}
+        return report
+
+    def _touched(self) -> float | None:
+        """Experts that a layer's rows of one step went to, in the mean over the sparse layers of a few steps."""
+        before = self._engine.expert_rows()
+        if before is None:
+            return None
+        found = []
+        for _ in range(COUNTED_STEPS):
+            self._engine.step()
+            _wait_for_device()  # the step that was launched is done
+            after = self._engine.expert_rows()
+            assert after is not None
+            found.append(float((after != before).sum(dim=1).double().mean()))
+            before = after
+        return sum(found) / len(found)
+
+    def _named(self, report: dict[str, Any]) -> dict[str, Any]:
+        return {self._bench.prefix + name: value for name, value in report.items()}
 
     def prefill(self) -> dict[str, Any]:
         """A prompt until its first token, in turns with a large product."""
+        return self._named(self._prefill())
+
+    def _prefill(self) -> dict[str, Any]:
         bench, engine = self._bench, self._engine
         left = torch.randn(bench.matmul_size, bench.matmul_size, dtype=self._dtype, device=self._device)
         right = torch.randn_like(left)
@@ -191,7 +240,7 @@ class _Gpu:
             "gpu_prefill_tokens_per_s": bench.prefill_tokens / seconds,
             "gpu_matmul_tflops": rate / 1e12,
             "prefill_mfu": prefill_flops(self._model, bench.prefill_tokens) / rate / seconds,
-            "prefill_noise": _spread(rounds, "prompt"),
+            "prefill_noise": rounds.spread("prompt"),
         }
 
     def _fill(self, batch_size: int, prompt_tokens: int, output_tokens: int) -> set[str]:
@@ -231,10 +280,3 @@ def _take_turns(runs: dict[str, Callable[[], object]], count: int) -> Rounds:
 def _wait_for_device() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _spread(rounds: Rounds, name: str) -> float:
-    """A against A: the odd repetitions against the even ones."""
-    every = rounds.seconds[name]
-    halves = Rounds({"odd": every[::2], "even": every[1::2] or every[::2]})
-    return halves.noise("odd", "even")

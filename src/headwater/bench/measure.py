@@ -80,6 +80,11 @@ class Rounds:
         """How far from 1 the ratio of two equal things came out."""
         return abs(self.ratio(name, again) - 1)
 
+    def spread(self, name: str) -> float:
+        """The noise of one thing: its odd repetitions against its even ones."""
+        every = self.seconds[name]
+        return Rounds({"odd": every[::2], "even": every[1::2] or every[::2]}).noise("odd", "even")
+
 
 def take_turns(runs: Mapping[str, Timed], count: int) -> Rounds:
     """Repeat everything `count` times, once a round, after one round that does not count.

@@ -42,6 +42,7 @@ from headwater.transfer.view import PagedView, view_tensors
 Blocks = npt.NDArray[np.int32]
 
 AXES = ("plane", "block", "token", "head", "dim")
+LATENT_AXES = ("block", "token", "dim")
 _DEADLINE_S = 30.0
 _PYTHONS_SWITCH_S = 0.005
 _SHM = "/dev/shm"
@@ -63,10 +64,15 @@ class TransferBench:
     product_size: int = 8192
     naive_copies: int = 4000
     is_quick: bool = False
+    latent: tuple[int, int] | None = None
+    """Widths of latent and rotary key: MLA's KV instead, in one row of each layer's tensor."""
 
     def spec(self, device: torch.device) -> KVSpec:
         """One token's KV; on a CPU in float32."""
         dtype = "bfloat16" if device.type == "cuda" else "float32"
+        if self.latent is not None:
+            latent, rope = self.latent
+            return KVSpec.mla(num_layers=self.num_layers, latent_dim=latent, rope_dim=rope, dtype=dtype)
         return KVSpec.gqa(
             num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype
         )
@@ -106,20 +112,20 @@ def _one_rank(
     bench: TransferBench, pool: Pool, space: Space, tokens: int, note: Note, device: torch.device
 ) -> dict[str, Any]:
     spec, total = space.spec, space.spec.extent_bytes(tokens)
-    with _open_rank(bench, pool, space, range(spec.num_kv_heads), tokens, device) as rank:
-        large = _Large(total, device)
+    with open_rank(bench, pool, space, range(spec.num_kv_heads), tokens, device) as rank:
+        large = LargeCopy(total, device)
         raw = _RawPages(rank, large)
         note(f"TP=1: {tokens:,} tokens, {format_size(total)}, {bench.pairs} rounds")
         work = {"out": large.copy_out, "save": rank.save, "in": large.copy_in, "load": rank.load}
-        rounds = _rounds(work | {"raw_save": raw.save, "raw_load": raw.load}, bench.pairs, rank.renew, device)
+        rounds = run_rounds(work | {"raw_save": raw.save, "raw_load": raw.load}, bench.pairs, rank.renew, device)
         rank.check_loaded()
         note("one chunk at a time")
         save_ms, load_ms = _fixed(rank, total / rounds.time("out"), total / rounds.time("in"))
-        report = _ratios(rounds, total, "") | {"save_fixed_ms": save_ms, "load_fixed_ms": load_ms}
+        report = speed_ratios(rounds, total, "") | {"save_fixed_ms": save_ms, "load_fixed_ms": load_ms}
         report |= {"raw_save_gbps": gbps(total, rounds.time("raw_save"))}
         report |= {"raw_load_gbps": gbps(total, rounds.time("raw_load"))}
         report["equal_topology_ratio"] = min(rounds.ratio("raw_save", "save"), rounds.ratio("raw_load", "load"))
-        report["equal_topology_noise"] = max(_spread(rounds, "raw_save"), _spread(rounds, "raw_load"))
+        report["equal_topology_noise"] = max(rounds.spread("raw_save"), rounds.spread("raw_load"))
         note(f"a copy per head and token, {bench.naive_copies:,} of them")
         naive_s = _naive(bench, rank, large, device)
         rows = tokens * spec.num_layers * spec.num_kv_heads * len(spec.planes)
@@ -138,10 +144,10 @@ def _one_of_eight(
     total = space.spec.extent_bytes(tokens) // heads
     note(f"one rank of TP={heads}: {tokens:,} tokens, {format_size(total)}, {bench.pairs} rounds")
     with (
-        _open_rank(bench, pool, space, range(1), tokens, device) as rank,
-        _open_rank(bench, pool, space, range(1, heads), tokens, device, doubled=False) as others,
+        open_rank(bench, pool, space, range(1), tokens, device) as rank,
+        open_rank(bench, pool, space, range(1, heads), tokens, device, doubled=False) as others,
     ):
-        large = _Large(total, device)
+        large = LargeCopy(total, device)
 
         def renew() -> None:
             rank.renew()
@@ -149,12 +155,12 @@ def _one_of_eight(
             others.store()
 
         work = {"out": large.copy_out, "save": rank.save, "in": large.copy_in, "load": rank.load}
-        rounds = _rounds(work, bench.pairs, renew, device)
+        rounds = run_rounds(work, bench.pairs, renew, device)
         rank.check_loaded()
-    return _ratios(rounds, total, "_tp8")
+    return speed_ratios(rounds, total, "_tp8")
 
 
-class _Rank:
+class BenchRank:
     """A rank's cache and its ways into the pool and out of it. Chunks are loaded into other blocks than they left."""
 
     def __init__(
@@ -171,11 +177,15 @@ class _Rank:
         self._pool = pool
         spec = space.spec
         num_blocks = tokens // bench.block_size
-        shape = (len(spec.planes), num_blocks * (1 + doubled), bench.block_size, len(heads), bench.head_dim)
+        count = num_blocks * (1 + doubled)
+        shape: tuple[int, ...] = (len(spec.planes), count, bench.block_size, len(heads), bench.head_dim)
+        axes: tuple[str, ...] = AXES
+        if bench.latent is not None:
+            shape, axes = (count, bench.block_size, sum(bench.latent)), LATENT_AXES
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.layers = [_noise(shape, dtype, device) for _ in range(spec.num_layers)]
-        self.view: PagedView = view_tensors(spec, self.layers, AXES, heads=heads)
-        order = np.random.default_rng(7).permutation(shape[1]).astype(np.int32)
+        self.view: PagedView = view_tensors(spec, self.layers, axes, heads=heads)
+        order = np.random.default_rng(7).permutation(count).astype(np.int32)
         self.blocks: Blocks = order[:num_blocks]
         self.other_blocks: Blocks = order[-num_blocks:]
         self.shard = Shard(range(spec.num_layers), heads)
@@ -233,7 +243,8 @@ class _Rank:
         here, there = (torch.from_numpy(b.astype(np.int64)).to(device) for b in (self.blocks, self.other_blocks))
         for layer in (self.layers[0], self.layers[-1]):
             bits = layer.view(torch.int16 if layer.dtype == torch.bfloat16 else torch.int32)
-            if not torch.equal(bits[:, here], bits[:, there]):
+            axis = 0 if self.bench.latent is not None else 1
+            if not torch.equal(bits.index_select(axis, here), bits.index_select(axis, there)):
                 raise EngineError("what was loaded is not what was saved")
 
     def close(self) -> None:
@@ -243,7 +254,7 @@ class _Rank:
 
 
 @contextmanager
-def _open_rank(
+def open_rank(
     bench: TransferBench,
     pool: Pool,
     space: Space,
@@ -251,15 +262,15 @@ def _open_rank(
     tokens: int,
     device: torch.device,
     doubled: bool = True,
-) -> Iterator[_Rank]:
-    rank = _Rank(bench, pool, space, heads, tokens, device, doubled=doubled)
+) -> Iterator[BenchRank]:
+    rank = BenchRank(bench, pool, space, heads, tokens, device, doubled=doubled)
     try:
         yield rank
     finally:
         rank.close()
 
 
-class _Large:
+class LargeCopy:
     """One large copy, each way: the speed of the bus."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -277,7 +288,7 @@ class _Large:
 class _RawPages:
     """What an engine could do whose peers are all like itself: its pages as they are, layer by layer, unchecked."""
 
-    def __init__(self, rank: _Rank, large: _Large) -> None:
+    def __init__(self, rank: BenchRank, large: LargeCopy) -> None:
         self._layers, self._large = rank.layers, large
         device = rank.view.device
         self._ids = [torch.from_numpy(b.astype(np.int64)).to(device) for b in (rank.blocks, rank.other_blocks)]
@@ -330,7 +341,7 @@ class _RawPages:
         return self._large.here[number * size : (number + 1) * size]
 
 
-def _fixed(rank: _Rank, out_rate: float, in_rate: float) -> tuple[float, float]:
+def _fixed(rank: BenchRank, out_rate: float, in_rate: float) -> tuple[float, float]:
     """Milliseconds of saving and loading one chunk, beyond what its bytes take on the bus."""
     rank.renew()
     chunks = rank.chunks[:16]
@@ -345,7 +356,7 @@ def _fixed(rank: _Rank, out_rate: float, in_rate: float) -> tuple[float, float]:
     return 1000 * (save_s - size / out_rate), 1000 * (load_s - size / in_rate)
 
 
-def _naive(bench: TransferBench, rank: _Rank, large: _Large, device: torch.device) -> float:
+def _naive(bench: TransferBench, rank: BenchRank, large: LargeCopy, device: torch.device) -> float:
     """Seconds of one copy of one token of one head."""
     layer, width = rank.layers[0], rank.layers[0].shape[-1]
     rng = np.random.default_rng(3)
@@ -360,7 +371,7 @@ def _naive(bench: TransferBench, rank: _Rank, large: _Large, device: torch.devic
     return (time.perf_counter() - start) / len(pairs)
 
 
-def _interference(bench: TransferBench, rank: _Rank, out_rate: float, device: torch.device) -> dict[str, float]:
+def _interference(bench: TransferBench, rank: BenchRank, out_rate: float, device: torch.device) -> dict[str, float]:
     """Matrix products alone and beside saves that keep the bus busy, all launched by one thread as an engine does it.
 
     A product stands for a layer. Its KV leaves layer by layer, as an engine saves a prompt; and, for comparison, in one
@@ -434,7 +445,7 @@ def _interference(bench: TransferBench, rank: _Rank, out_rate: float, device: to
     }
 
 
-def _rounds(
+def run_rounds(
     work: Mapping[str, Callable[[], object]],
     count: int,
     renew: Callable[[], None],
@@ -455,12 +466,12 @@ def _rounds(
     return Rounds(seconds)
 
 
-def _ratios(rounds: Rounds, total: int, suffix: str) -> dict[str, Any]:
+def speed_ratios(rounds: Rounds, total: int, suffix: str) -> dict[str, Any]:
     """The speeds of a rank, and what they are of the bus's."""
     report: dict[str, Any] = {}
     for verb, bus in (("save", "out"), ("load", "in")):
         report[f"{verb}_ratio{suffix}"] = rounds.ratio(bus, verb)
-        report[f"{verb}_noise{suffix}"] = max(_spread(rounds, verb), _spread(rounds, bus))
+        report[f"{verb}_noise{suffix}"] = max(rounds.spread(verb), rounds.spread(bus))
         report[f"{verb}_gbps{suffix}"] = gbps(total, rounds.time(verb))
         report[f"copy_{bus}_gbps{suffix}"] = gbps(total, rounds.time(bus))
     return report
@@ -474,9 +485,3 @@ def _noise(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def _wait_for(device: torch.device, *, all_streams: bool = True) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize() if all_streams else torch.cuda.current_stream().synchronize()
-
-
-def _spread(rounds: Rounds, name: str) -> float:
-    """A against A: the odd repetitions against the even ones."""
-    every = rounds.seconds[name]
-    return Rounds({"odd": every[::2], "even": every[1::2] or every[::2]}).noise("odd", "even")

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwater.bench.engine_gpu import LLAMA_8B, prefill_flops
+from headwater.bench.engine_gpu import prefill_flops
+from headwater.bench.engine_shapes import LLAMA_8B
 from headwater.bench.measure import Note, Rounds
 from headwater.bench.ttft_side import Answer, Side, Unique, measure_no_reuse, random_prompt, spread
 from headwater.connector.config import LOAD_MODES

@@ -51,23 +51,36 @@ def bench_engine(
     seconds: Annotated[float, typer.Option(help="Begin no further pair of CPU runs after this time.", min=1)] = 1200.0,
     cpu: Annotated[bool, typer.Option("--cpu/--no-cpu", help="Compare with transformers on the CPU.")] = True,
     gpu: Annotated[bool, typer.Option("--gpu/--no-gpu", help="Compare with the limits of the GPU, if any.")] = True,
+    only: Annotated[
+        str | None, typer.Option(help="GPU figures to measure, with commas between them; nothing on the CPU then.")
+    ] = None,
+    model_shape: Annotated[
+        str | None,
+        typer.Option(help="Only whole steps on the GPU, with random weights of this model's shape, e.g. mixtral-8x7b."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
 ) -> None:
-    """Serve many requests and a long prompt next to transformers, and measure steps against the GPU's own limits."""
+    """Serve many requests and a long prompt next to transformers, and measure steps and kernels against the GPU's own
+    limits and against torch's."""
     from headwater.cli.output import print_json
+    from headwater.errors import InvalidArgumentError
 
     with needs_extra("engine"):
         from headwater.bench import engine
 
     plan = replace(engine.QUICK if quick else engine.EngineBench(), model=model)
-    report = engine.run(
-        replace(
+    cpu = cpu and only is None and model_shape is None
+    try:
+        chosen = replace(
             plan,
             cpu=replace(plan.cpu, seconds=seconds) if cpu and plan.cpu is not None else None,
             gpu=plan.gpu if gpu else None,
-        ),
-        _note,
-    )
+            only=None if only is None else frozenset(name.strip() for name in only.split(",")),
+            model_shape=model_shape,
+        )
+    except InvalidArgumentError as error:
+        raise typer.BadParameter(str(error)) from None
+    report = engine.run(chosen, _note)
     if as_json:
         print_json(_rounded(report))
     else:
@@ -96,6 +109,24 @@ def bench_transfer(
         _print_transfer(report)
 
 
+@bench_app.command("peers")
+def bench_peers(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    pairs: Annotated[int, typer.Option(help="Rounds of push and bare sockets in turns.", min=1)] = 9,
+    seconds: Annotated[float, typer.Option(help="Begin no further case after this time.", min=1)] = 240.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
+) -> None:
+    """Push KV into another process's pool, against the same bytes over bare sockets."""
+    from headwater.bench import push
+    from headwater.cli.output import print_json
+
+    report = push.run(push.QUICK if quick else push.PeersBench(rounds=pairs, seconds=seconds), _note)
+    if as_json:
+        print_json(_rounded(report))
+    else:
+        _print_peers(report)
+
+
 @bench_app.command("router")
 def bench_router(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
@@ -119,24 +150,6 @@ def bench_router(
         print_json(_rounded(report))
     else:
         _print_router(report)
-
-
-@bench_app.command("peers")
-def bench_peers(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
-    pairs: Annotated[int, typer.Option(help="Rounds of push and bare sockets in turns.", min=1)] = 9,
-    seconds: Annotated[float, typer.Option(help="Begin no further case after this time.", min=1)] = 240.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
-) -> None:
-    """Push KV into another process's pool, against the same bytes over bare sockets."""
-    from headwater.bench import push
-    from headwater.cli.output import print_json
-
-    report = push.run(push.QUICK if quick else push.PeersBench(rounds=pairs, seconds=seconds), _note)
-    if as_json:
-        print_json(_rounded(report))
-    else:
-        _print_peers(report)
 
 
 @bench_app.command("ttft")
@@ -260,6 +273,15 @@ _ENGINE_ROWS = (
     ("GPU, decoding at batch 1, ms a step", "decode_b1_ms"),
     ("GPU, decoding at batch 64, ms a step", "decode_b64_ms"),
     ("GPU, prompt, ms", "gpu_prefill_ms"),
+    ("GPU, experts, decoding at batch 1, ms a step", "moe_decode_b1_ms"),
+    ("GPU, experts, decoding at batch 64, ms a step", "moe_decode_b64_ms"),
+    ("GPU, experts, prompt, ms", "moe_gpu_prefill_ms"),
+    ("GPU, grouped products of a prompt, ms", "grouped_ms"),
+    ("GPU, a layer's experts, 64 rows, µs", "moe_decode_layer_us"),
+    ("GPU, latent attention, 16 heads, µs", "mla_decode_16_us"),
+    ("GPU, latent attention, 128 heads, µs", "mla_decode_128_us"),
+    ("GPU, MLA's KV saved, GB/s", "mla_save_gbps"),
+    ("GPU, MLA's KV loaded, GB/s", "mla_load_gbps"),
     ("  its copies, GB/s", "gpu_copy_gbps"),
     ("  its bf16 products, TFLOP/s", "gpu_matmul_tflops"),
 )
@@ -272,8 +294,8 @@ def _print_engine(report: dict[str, Any]) -> None:
     for title, name in _ENGINE_ROWS:
         if report.get(name) is not None:
             speeds.add_row(title.format_map(report), f"{report[name]:.4g}")
-    for name in ("transformers_reason", "transformers_continuous_reason", "gpu_reason"):
-        if report.get(name):
+    for name in report:
+        if name.endswith("_reason") and report[name]:
             speeds.add_row(f"{name.removesuffix('_reason')}: {report[name]}", "")
     _print_tables(report, speeds)
 

@@ -10,7 +10,7 @@ import typer
 
 from headwater.cli.listing import Selection, by_root, check_unambiguous
 from headwater.cli.output import one_line, plural, print_json, progress
-from headwater.cli.target import find_existing, open_existing
+from headwater.cli.target import find_existing, open_own
 from headwater.errors import InvalidArgumentError
 from headwater.stores.embedded import destroy, store_directory
 from headwater.stores.url import format_size
@@ -18,7 +18,7 @@ from headwater.stores.url import format_size
 
 def forget(url: str | None, selected: Selection, yes: bool, as_json: bool) -> None:
     """`headwater pool clear`."""
-    with closing(open_existing(url)) as store:
+    with closing(open_own(url)) as store:
         before = store.stats()
         rows = [row for row in by_root(store.scan()) if selected(row.space, row.root)]
         check_unambiguous(selected, rows)

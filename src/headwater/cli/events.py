@@ -40,6 +40,9 @@ def _follow(store: Store, since: int | None, seconds: float | None) -> Iterator[
 def _whose(store: Store) -> Iterator[str]:
     """Which tiers' events are those of all hosts, and which are not."""
     for tier in store.tiers():
+        if tier.events == "none":
+            yield f"{tier.url}: no events; follow it by itself"
+            continue
         told = "all hosts that share it" if tier.events == "fleet" else "the processes of this host"
         yield f"{tier.url}: events of {told}"
 

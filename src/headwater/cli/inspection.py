@@ -12,7 +12,7 @@ from rich.table import Table
 
 from headwater.cli.listing import RootRow, Selection, by_root, chunk_as_dict, spec_of, weights_of
 from headwater.cli.output import HUMAN_ROWS, age, console, one_line, plural, print_json, progress, table
-from headwater.cli.target import open_existing, unreachable
+from headwater.cli.target import open_existing, open_own, unreachable
 from headwater.errors import BackendError
 from headwater.stores.stats import ChunkInfo, StoreStats
 from headwater.stores.url import format_size
@@ -38,7 +38,7 @@ def show_stats(url: str | None, as_json: bool) -> None:
     if stats.tiers:
         tiers = table("tier", "written", "answers", "events of")
         for tier in stats.tiers:
-            whose = "all hosts" if tier.events == "fleet" else "this host"
+            whose = {"fleet": "all hosts", "none": "nobody"}.get(tier.events, "this host")
             tiers.add_row(tier.url, tier.write, away.get(tier.url, "yes"), whose)
         console().print(tiers)
 
@@ -136,7 +136,7 @@ def _named(root: dict[str, Any], name: str) -> str:
 def verify_pool(url: str | None, as_json: bool) -> bool:
     """`headwater pool verify`: whether all was well."""
     started_s = time.monotonic()
-    with closing(open_existing(url)) as store, progress("verifying") as advance:
+    with closing(open_own(url)) as store, progress("verifying") as advance:
         name = store.stats().name
         report = store.verify(advance)
     if as_json:

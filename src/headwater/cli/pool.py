@@ -111,7 +111,7 @@ def receive(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Let other hosts push KV into a pool, layer by layer, until SIGTERM. See docs/disaggregation.md."""
+    """Let other hosts push KV into a pool and pull from it, until SIGTERM. See docs/disaggregation.md."""
     from headwater.cli.receive import receive as serve_peers
 
     serve_peers(url, listen, secret_file, space or [], share, (tls_cert, tls_key, tls_ca), as_json)

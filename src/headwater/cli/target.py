@@ -11,7 +11,7 @@ from headwater.stores import open_store
 from headwater.stores.base import Store
 from headwater.stores.config import find_pool
 from headwater.stores.embedded import store_directory
-from headwater.stores.remote import connect
+from headwater.stores.remote import connect, open_source
 from headwater.stores.url import DEFAULT_URL, StoreUrl
 
 _PATIENCE_S = 5.0
@@ -41,6 +41,14 @@ def open_existing(text: str | None) -> Store:
     return open_store(DEFAULT_URL if text is None else text, create=False)
 
 
+def open_own(text: str | None) -> Store:
+    """`open_existing`, for what changes a pool or reads all of it. Raises UrlError for the pool of another host."""
+    urls = find_pool(DEFAULT_URL if text is None else text).urls
+    if urls[0].is_read_only:
+        raise UrlError(f"{urls[0]} is the pool of another host, and only read from here; give the command there")
+    return open_existing(text)
+
+
 def unreachable(text: str | None) -> dict[str, str]:
     """The remote tiers of a pool that do not answer, and what they say instead."""
     tiers = [tier for tier in find_pool(DEFAULT_URL if text is None else text).urls if tier.is_remote]
@@ -50,6 +58,10 @@ def unreachable(text: str | None) -> dict[str, str]:
 def why_unreachable(url: StoreUrl) -> str | None:
     """Why a remote store does not answer; None if it does."""
     try:
+        if url.is_read_only:
+            with closing(open_source(url)) as source:
+                source.ping()
+            return None
         with closing(connect(url)) as client:
             client.ping(time.monotonic() + _PATIENCE_S)
     except (HeadwaterError, OSError) as error:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
 
+from torch import Tensor
+
 from headwater.connector.pushes import FLUSH_S
 from headwater.connector.stats import TransferStats
 from headwater.connector.transfers import Transfer
@@ -223,6 +225,12 @@ class Engine:
     def store_stats(self) -> StoreStats | None:
         """The pool now, and what rank 0 did with each of its tiers; None without a pool. Asks no server."""
         return self._executor.store_stats()
+
+    def expert_rows(self, *, wait: bool = True) -> Tensor | None:
+        """Rows that went to each expert of each sparse layer so far, int64 [sparse layers, experts] on the host; None
+        for a dense model. Waits for a copy of a few KiB; without `wait` a GPU's are those of the last time that this
+        was asked, and nothing waits."""
+        return self._executor.expert_rows(wait=wait)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached KV that no request is using; returns how many pages that was."""

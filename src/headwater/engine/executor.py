@@ -81,6 +81,11 @@ class BaseExecutor(Protocol):
         """The pool now, and what rank 0 did with each of its tiers; None without a pool. Asks no server."""
         ...
 
+    def expert_rows(self, *, wait: bool) -> Tensor | None:
+        """Rows that went to each expert of each sparse layer so far, int64 on the host; None for a dense model. Without
+        `wait`, those of the last time this was asked."""
+        ...
+
     def check_alive(self) -> None:
         """Raise EngineDeadError if some part of it is gone."""
         ...
@@ -182,6 +187,13 @@ class Executor:
     def store_stats(self) -> StoreStats | None:
         """The pool now, and what rank 0 did with each of its tiers; None without a pool. Asks no server."""
         return None if self._pool is None else self._pool.stats().store
+
+    def expert_rows(self, *, wait: bool) -> Tensor | None:
+        """Rank 0's, whose rows are those of every rank."""
+        counter = self._runner.expert_rows
+        if counter is None:
+            return None
+        return counter.read() if wait else counter.peek()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until the saves of all ranks are in the pool or given up; False if that takes longer."""

@@ -68,6 +68,8 @@ class DecodeGraphs:
         self._slots[:size].copy_(staged.slots)
         self._kv_lens[:size].copy_(staged.kv_lens)
         self._page_table[:size, : padded.page_table.shape[1]].copy_(staged.page_table)
+        if self._runner.expert_rows is not None:
+            self._runner.expert_rows.expect(used)
         self._graphs[size].replay()
         logits = self._logits[size][:used]
         return logits if len(step.sample_rows) == used else logits.index_select(0, staged.sample_rows)
@@ -97,5 +99,5 @@ class DecodeGraphs:
             self._page_size,
         )
         plan = runner.attention.plan(batch)
-        context = StepContext(self._positions[:size], self._slots[:size], runner.attention, plan, self._cache)
+        context = StepContext(self._positions[:size], self._slots[:size], runner.attention, batch, plan, self._cache)
         return runner.model.logits(runner.model.forward(self._token_ids[:size], context))

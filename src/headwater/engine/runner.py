@@ -20,6 +20,7 @@ from headwater.connector.worker import WorkerSide
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import Placement, rank_device
+from headwater.engine.expert_rows import ExpertCounter
 from headwater.engine.graphs import DecodeGraphs
 from headwater.engine.inputs import resolve_tokens, stage
 from headwater.engine.kvcache import create_kv_cache, kv_page_bytes
@@ -30,6 +31,7 @@ from headwater.kernels.attention.base import AttentionBatch
 from headwater.kernels.dtypes import TORCH_DTYPES
 from headwater.kv.topology import Topology
 from headwater.models.checkpoint import Checkpoint
+from headwater.models.config import MLAConfig
 from headwater.models.context import NO_HOOKS, StepContext
 from headwater.models.decoder import build_model
 from headwater.models.parallel import Ranks, TensorParallel
@@ -77,6 +79,9 @@ class Runner:
             device=self.device,
             max_len=config.max_model_len,
         )
+        rows = self.model.expert_rows
+        self.expert_rows = None if rows is None else ExpertCounter(rows)
+        """Rows of each expert, of a mixture of experts."""
         load_weights(self.model, checkpoint, progress)
         free_after = free_memory(self.device)
         self.report = MemoryReport(free_before, free_after, self._activation_peak())
@@ -93,6 +98,8 @@ class Runner:
         self.cache = self._create_cache(num_pages)
         if self.device.type == "cuda" and self._config.cuda_graphs:
             self._graphs = DecodeGraphs(self, self.cache, self._config.max_num_seqs, max_model_len)
+        if self.expert_rows is not None:
+            self.expert_rows.start()
 
     def connect(self, space: Space, config: ConnectorConfig, on_end: OnEnd, server: int, on_pushed: OnPushed) -> None:
         """Join this rank's cache to the pool, as a member of `server`. `on_end` is told of loads that end, `on_pushed`
@@ -156,7 +163,9 @@ class Runner:
             self._config.page_size,
         )
         plan = self.attention.plan(batch)
-        context = StepContext(staged.positions, staged.slots, self.attention, plan, self.cache, hooks)
+        context = StepContext(staged.positions, staged.slots, self.attention, batch, plan, self.cache, hooks)
+        if self.expert_rows is not None:
+            self.expert_rows.expect(step.num_rows)
         hidden = self.model.forward(token_ids, context)
         return self.model.logits(hidden.index_select(0, staged.sample_rows))
 
@@ -176,7 +185,10 @@ class Runner:
         rows, samples = self._config.max_batched_tokens, self._config.max_num_seqs
         measured = rows if self.device.type == "cuda" else min(rows, PROFILE_ROWS_CPU)
         self.cache = self._create_cache(1)
-        step = _worst_step(measured, self.model.max_len, self._config.page_size)
+        # A chunk of latent attention may gather all of its context; on a GPU, that of others stays in its pages.
+        gathers = self.device.type == "cuda" and isinstance(self.model.config.attention, MLAConfig)
+        context = self.model.max_len if gathers else 0
+        step = _worst_step(measured, self.model.max_len, self._config.page_size, context)
         hidden = torch.zeros(
             min(rows, samples), self.model.config.hidden_size, dtype=self.model.dtype, device=self.device
         )
@@ -192,17 +204,19 @@ class Runner:
         torch.stack([logits] * 3)
 
 
-def _worst_step(rows: int, max_len: int, page_size: int) -> StepInput:
-    """Prompts as long as may be, whose pages are all the same one: the shape counts, not the content."""
+def _worst_step(rows: int, max_len: int, page_size: int, context: int = 0) -> StepInput:
+    """Prompts as long as may be, whose pages are all the same one: the shape counts, not the content. The longest ends
+    a context of `context` tokens, if it is not longer itself."""
     lens = [max_len] * (rows // max_len) + [rows % max_len] * (rows % max_len > 0)
     lens.sort(key=lambda length: length > 1)
     positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lens])
+    kv_lens = [*lens[:-1], max(lens[-1], context)]
     return StepInput(
         token_ids=np.zeros(rows, dtype=np.int64),
         positions=positions,
         slots=positions % page_size,
         query_lens=np.array(lens, dtype=np.int32),
-        kv_lens=np.array(lens, dtype=np.int32),
-        page_table=np.zeros((len(lens), -(-max(lens) // page_size)), dtype=np.int32),
+        kv_lens=np.array(kv_lens, dtype=np.int32),
+        page_table=np.zeros((len(lens), -(-max(kv_lens) // page_size)), dtype=np.int32),
         sample_rows=np.array([rows - 1], dtype=np.int64),
     )

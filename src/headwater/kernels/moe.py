@@ -9,21 +9,24 @@ from __future__ import annotations
 from torch import Tensor
 
 from headwater.kernels.dispatch import runs_triton
-from headwater.kernels.moe_reference import route_torch, run_experts_torch
+from headwater.kernels.moe_reference import ExpertRows, route_torch, run_experts_torch
 from headwater.kernels.routing import RoutingRule
 
 
-def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, rows: ExpertRows | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts of each row, int32 [rows, top_k], and their weights, float32 [rows, top_k].
 
     `logits` is float32 [rows, experts]; `bias`, float32 [experts], is added to the scores for the choice only. The
-    order of a row's experts is not specified, and neither is the choice among experts of equal score. One launch.
+    order of a row's experts is not specified, and neither is the choice among experts of equal score. One launch, which
+    also counts into `rows`.
     """
     if runs_triton(logits):
         from headwater.kernels.route_triton import route_triton
 
-        return route_triton(logits, rule, bias)
-    return route_torch(logits, rule, bias)
+        return route_triton(logits, rule, bias, rows)
+    return route_torch(logits, rule, bias, rows)
 
 
 def run_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ holds: its pair counts for nothing here.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation uses
 from torch import Tensor
@@ -19,9 +21,20 @@ _LEAST_SUM = 1e-20
 """Added to a sum of weights: sigmoids of very negative logits are all zero."""
 
 
-def route_torch(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+class ExpertRows(NamedTuple):
+    """Where `route` counts the rows that go to each expert of one layer. Nobody has to wait for the device."""
+
+    counts: Tensor
+    """int64 [experts]; only grows."""
+    live: Tensor
+    """int32 [1]: rows from this one on are padding, and are not counted."""
+
+
+def route_torch(
+    logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, rows: ExpertRows | None = None
+) -> tuple[Tensor, Tensor]:
     """`moe.route` in plain torch."""
-    check_route(logits, rule, bias)
+    check_route(logits, rule, bias, rows)
     scores = logits.softmax(dim=-1) if rule.scores == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
     if rule.groups_kept < rule.num_groups:
@@ -32,6 +45,8 @@ def route_torch(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -
         weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
     if rule.scaling != 1.0:
         weights = weights * rule.scaling
+    if rows is not None:
+        _count_rows(ids, rows)
     return ids.int(), weights
 
 
@@ -87,7 +102,12 @@ def sort_pairs_torch(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return flat.argsort(stable=True), counts[:num_experts]
 
 
-def check_route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> None:
+def _count_rows(ids: Tensor, rows: ExpertRows) -> None:
+    live = torch.arange(len(ids), device=ids.device).unsqueeze(1) < rows.live
+    rows.counts.index_add_(0, ids.flatten(), live.expand_as(ids).flatten().to(torch.int64))
+
+
+def check_route(logits: Tensor, rule: RoutingRule, bias: Tensor | None, rows: ExpertRows | None = None) -> None:
     """What `route` asks of its arguments; host data only."""
     require(
         logits.dim() == 2
@@ -103,6 +123,19 @@ def check_route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> None:
         "bias float32 [experts], contiguous, or none",
         logits=logits,
         bias=bias,
+    )
+    require(
+        rows is None
+        or (
+            rows.counts.shape == logits.shape[1:]
+            and rows.counts.dtype == torch.int64
+            and rows.counts.is_contiguous()
+            and rows.live.dtype == torch.int32
+            and rows.live.numel() == 1
+        ),
+        "counts int64 [experts], contiguous, and live int32 [1], or none",
+        logits=logits,
+        rows=rows,
     )
 
 

@@ -49,7 +49,7 @@ class ExpertsConfig:
     down: GemmConfig
 
 
-_PAIR_CONFIG = ExpertsConfig(1, GemmConfig(8, 512, 4, 3), GemmConfig(8, 256, 4, 3))
+_PAIR_CONFIG = ExpertsConfig(1, GemmConfig(8, 256, 4, 4), GemmConfig(4, 256, 4, 4))
 _WIDE_CONFIG = ExpertsConfig(16, GemmConfig(32, 32, 4, 2), GemmConfig(32, 32, 4, 2))
 _HALF_CONFIGS = {
     16: ExpertsConfig(16, GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4)),

@@ -13,13 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.kernels.dispatch import require
-from headwater.kernels.moe_reference import check_route
+from headwater.kernels.moe_reference import ExpertRows, check_route
 from headwater.kernels.routing import RoutingRule
 
 
-def route_triton(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route_triton(
+    logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, rows: ExpertRows | None = None
+) -> tuple[Tensor, Tensor]:
     """`moe.route`, the best expert of a row first; among equal scores the lower expert wins."""
-    check_route(logits, rule, bias)
+    check_route(logits, rule, bias, rows)
     require(logits.stride(1) == 1, "logits contiguous in the last dimension", logits=logits)
     num_rows, num_experts = logits.shape
     ids = torch.empty(num_rows, rule.top_k, dtype=torch.int32, device=logits.device)
@@ -30,6 +32,8 @@ def route_triton(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) 
             logits if bias is None else bias,
             ids,
             weights,
+            ids if rows is None else rows.counts,
+            ids if rows is None else rows.live,
             rule.scaling,
             logits.stride(0),
             NUM_EXPERTS=num_experts,
@@ -42,6 +46,7 @@ def route_triton(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) 
             SOFTMAX=rule.scores == "softmax",
             TOP2=rule.group_score == "top2",
             BIAS=bias is not None,
+            COUNTED=rows is not None,
             RENORMALISE=rule.renormalise,
             num_warps=1,
         )
@@ -54,6 +59,8 @@ def _route_kernel(
     bias,
     ids,
     weights,
+    counts,
+    live,
     scaling,
     logits_row,
     NUM_EXPERTS: tl.constexpr,
@@ -66,6 +73,7 @@ def _route_kernel(
     SOFTMAX: tl.constexpr,
     TOP2: tl.constexpr,
     BIAS: tl.constexpr,
+    COUNTED: tl.constexpr,
     RENORMALISE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -112,3 +120,6 @@ def _route_kernel(
     at = row * TOP_K + place
     tl.store(ids + at, chosen, mask=place < TOP_K)
     tl.store(weights + at, weight * scaling, mask=place < TOP_K)
+    if COUNTED:
+        num_counted = tl.where(row < tl.load(live), TOP_K, 0)
+        tl.atomic_add(counts + chosen, tl.full([BLOCK_K], 1, tl.int64), mask=place < num_counted, sem="relaxed")

@@ -14,7 +14,7 @@ class GroupedQueryAttention:
     """One layer's attention; writes the step's KV into the cache and reads all of it back through the backend."""
 
     def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
-        shape = config.attention
+        shape = config.gqa
         heads = place.ranks.tp.heads(config)
         dim = shape.head_dim
         self._layer = layer

@@ -49,6 +49,9 @@ class Family:
     """The part of a head that is rotated where the config does not say; 1: it may say nothing else."""
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    q_latent_dim: int | None = None
+    """Latent attention, with queries from a latent of this width where the config does not say; None: keys and values
+    are cached by head."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -71,6 +74,9 @@ FAMILIES: dict[str, Family] = {
             norm_eps=1e-5,
         ),
         Family("glm4_moe", "Glm4MoeForCausalLM", None, False, None, output_bias=False, rotary_part=0.5, norm_eps=1e-5),
+        Family("deepseek_v2", "DeepseekV2ForCausalLM", False, False, False, q_latent_dim=1536),
+        Family("deepseek_v3", "DeepseekV3ForCausalLM", False, False, False, q_latent_dim=1536),
+        Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", False, False, False, q_latent_dim=768, norm_eps=1e-5),
     )
 }
 
@@ -121,6 +127,49 @@ class GQAConfig:
     def kv_spec(self, num_layers: int, dtype: str) -> KVSpec:
         """One token's KV."""
         return KVSpec.gqa(num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+    """Multi-head latent attention: the cache holds one latent vector and one rotary key a token, whatever the heads."""
+
+    num_heads: int
+    latent_dim: int
+    """The width of the latent that keys and values are made from (`kv_lora_rank`)."""
+    rope_dim: int
+    nope_dim: int
+    """The part of a head's query and key that is not rotated."""
+    v_dim: int
+    q_latent_dim: int | None
+    """The width of the latent that queries are made from (`q_lora_rank`); None: they are made from the input."""
+    score_factor: float = 1.0
+    """YaRN's second factor, `mscale(mscale_all_dim)²`; its first is `RopeConfig.attention_factor`."""
+
+    def __post_init__(self) -> None:
+        if self.rope_dim % 2:
+            raise ModelError(f"qk_rope_head_dim is {self.rope_dim}; rotary embeddings need an even number")
+
+    @property
+    def qk_dim(self) -> int:
+        """The width of a head's query."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def scale(self) -> float:
+        """The factor of attention scores."""
+        return math.pow(self.qk_dim, -0.5) * self.score_factor
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Numbers in the matrices of one layer."""
+        heads, q_latent = self.num_heads, self.q_latent_dim
+        queries = heads * self.qk_dim
+        from_input = queries if q_latent is None else q_latent
+        matrices = hidden_size * (from_input + self.latent_dim + self.rope_dim + heads * self.v_dim)
+        return matrices + self.latent_dim * heads * (self.nope_dim + self.v_dim) + (q_latent or 0) * queries
+
+    def kv_spec(self, num_layers: int, dtype: str) -> KVSpec:
+        """One token's KV."""
+        return KVSpec.mla(num_layers=num_layers, latent_dim=self.latent_dim, rope_dim=self.rope_dim, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +225,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    attention: GQAConfig
+    attention: GQAConfig | MLAConfig
     mlp: DenseConfig | None
     """The MLP of dense layers, if there are any."""
     sparse: SparseConfig | None = None
@@ -208,13 +257,22 @@ class ModelConfig:
         rope, sparse, mlp = dict(values["rope"]), values["sparse"], values["mlp"]
         if rope["freq_factors"] is not None:
             rope["freq_factors"] = tuple(rope["freq_factors"])
-        made = dict(values) | {"attention": GQAConfig(**values["attention"]), "rope": RopeConfig(**rope)}
+        attention = values["attention"]
+        kind = MLAConfig if "latent_dim" in attention else GQAConfig
+        made = dict(values) | {"attention": kind(**attention), "rope": RopeConfig(**rope)}
         if mlp is not None:
             made["mlp"] = DenseConfig(**mlp)
         if sparse is not None:
             nested = {"routing": RoutingRule(**sparse["routing"]), "layers": tuple(sparse["layers"])}
             made["sparse"] = SparseConfig(**{**sparse, **nested})
         return cls(**made | {"eos_token_ids": tuple(values["eos_token_ids"])})
+
+    @property
+    def gqa(self) -> GQAConfig:
+        """The attention of a model that caches keys and values. Raises ModelError for latent attention."""
+        if not isinstance(self.attention, GQAConfig):
+            raise ModelError(f"{self.family} models cache latents, not keys and values by head")
+        return self.attention
 
     @property
     def num_parameters(self) -> int:

@@ -80,7 +80,11 @@ def _greedy(fields: Fields) -> RoutingRule:
     method = fields.text("topk_method", default="greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.wrong("topk_method", "greedy or group_limited_greedy")
-    groups, kept = _groups(fields) if method == "group_limited_greedy" else (1, 1)
+    if fields.text("scoring_func", default="softmax") != "softmax":
+        raise fields.wrong("scoring_func", "softmax")
+    groups, kept = (fields.integer(name, 1, MAX_EXPERTS, default=1) for name in ("n_group", "topk_group"))
+    if method == "greedy" and (groups, kept) != (1, 1):
+        raise fields.wrong("n_group", "1, or none: vLLM divides experts into groups where transformers does not")
     return RoutingRule(top_k=_top_k(fields), num_groups=groups, groups_kept=kept, scaling=_scaling(fields))
 
 
@@ -100,6 +104,13 @@ def _noaux(fields: Fields) -> RoutingRule:
         renormalise=fields.flag("norm_topk_prob", True),
         scaling=_scaling(fields),
     )
+
+
+def _deepseek_v3(fields: Fields) -> RoutingRule:
+    """transformers writes neither of the two keys, and then vLLM cannot load the model."""
+    if "topk_method" in fields and "scoring_func" not in fields:
+        raise fields.wrong("scoring_func", "sigmoid: vLLM takes the softmax without it, and transformers never does")
+    return _noaux(fields)
 
 
 def _groups(fields: Fields) -> tuple[int, int]:
@@ -127,6 +138,18 @@ def _after_first(default: int) -> Callable[[Fields, int], tuple[int, ...]]:
     return layers
 
 
+def _typed(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """GLM-4-MoE-Lite: transformers reads `mlp_layer_types`, vLLM `first_k_dense_replace`; they must not differ."""
+    first = fields.integer("first_k_dense_replace", 0, MAX_LAYERS, default=1)
+    types = fields.values.get("mlp_layer_types")
+    dense = num_layers if first > num_layers else first
+    if types is None and first != 1:
+        raise fields.wrong("first_k_dense_replace", "1, or mlp_layer_types that say the same")
+    if types is not None and types != ["dense"] * dense + ["sparse"] * (num_layers - dense):
+        raise fields.wrong("mlp_layer_types", f"{first} times dense and then sparse, as first_k_dense_replace says")
+    return tuple(range(first, num_layers))
+
+
 def _shared_size(fields: Fields) -> int:
     """DeepSeek and GLM run their shared experts as one MLP of their widths together."""
     return fields.integer("n_shared_experts", 1, 64) * fields.integer("moe_intermediate_size", 1, MAX_WIDTH * 4)
@@ -144,6 +167,7 @@ EXPERTS: dict[str, ExpertKeys] = {
     "olmoe": ExpertKeys(_softmax, size="intermediate_size"),
     "glm4_moe": ExpertKeys(_noaux, _after_first(1), shared_size=_shared_size, biased=True),
     "deepseek_v2": ExpertKeys(_greedy, _after_first(0), shared_size=_shared_size),
-    "deepseek_v3": ExpertKeys(_noaux, _after_first(3), shared_size=_shared_size, biased=True),
+    "deepseek_v3": ExpertKeys(_deepseek_v3, _after_first(3), shared_size=_shared_size, biased=True),
+    "glm4_moe_lite": ExpertKeys(_noaux, _typed, shared_size=_shared_size, biased=True),
 }
-"""Families with experts. DeepSeek's are here for their rules: their attention is not one that this engine runs yet."""
+"""Families with experts."""

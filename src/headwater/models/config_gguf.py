@@ -17,11 +17,13 @@ from headwater.models.config import (
     MAX_VOCAB,
     MAX_WIDTH,
     DenseConfig,
+    Family,
     GQAConfig,
     ModelConfig,
     family_named,
 )
 from headwater.models.config_experts import EXPERTS
+from headwater.models.config_gguf_experts import EXPERT_KEYS, WITH_EXPERTS, experts_from_gguf
 from headwater.models.fields import Fields
 from headwater.models.rope import RopeConfig, yarn_attention_factor
 
@@ -61,8 +63,8 @@ _ONLY_AT: dict[str, tuple[object, ...]] = {
 }
 """Keys that change nothing at these values."""
 
-_WITH_EXPERTS = ("qwen2moe", "qwen3moe", "glm4moe", "deepseek", "deepseek2")
-"""Architectures with experts that GGUF spells in its own way."""
+_UNREAD_EXPERTS = ("deepseek", "deepseek2")
+"""Architectures whose experts are not read from GGUF files."""
 
 
 def config_from_gguf(
@@ -78,22 +80,26 @@ def config_from_gguf(
     embedding serves as the output too. Raises ModelError for what is missing, out of bounds or not supported."""
     general = Fields(metadata, source)
     architecture = general.text("general.architecture")
-    if architecture in EXPERTS or architecture in _WITH_EXPERTS:
-        raise general.wrong("general.architecture", "one without experts: experts are read from safetensors only")
-    family = family_named(architecture)
-    prefix = f"{family.name}."
+    prefix = f"{architecture}."
     fields = Fields({key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}, source)
-    if fields.values.get("expert_count"):
-        raise fields.wrong("expert_count", "none: experts are read from safetensors only")
+    experts = WITH_EXPERTS.get(architecture)
+    if architecture == "llama" and not fields.values.get("expert_count"):
+        experts = None  # not Mixtral
+    if architecture in _UNREAD_EXPERTS or (experts is None and architecture in EXPERTS):
+        raise general.wrong("general.architecture", "another one: its experts are read from safetensors only")
+    family = family_named(architecture if experts is None else experts.family)
+    if experts is None and fields.values.get("expert_count"):
+        raise fields.wrong("expert_count", "none: an architecture with experts of which this engine knows the rule")
     if fields.values.get("attention.sliding_window"):
         raise fields.wrong("attention.sliding_window", "none: sliding windows are not supported")
     if general.integer("split.count", 0, 1 << 16, default=0) > 1:
         raise general.wrong("split.count", "1: join the parts into one file (llama-gguf-split --merge)")
 
-    _check_keys(fields, prefix)
+    _check_keys(fields, prefix, EXPERT_KEYS | experts.keys if experts is not None else frozenset())
     hidden_size = fields.integer("embedding_length", 1, MAX_WIDTH)
     num_heads = _same_everywhere(fields, "attention.head_count", None)
     head_dim = _head_dim(fields, hidden_size, num_heads)
+    rope_dim = _rope_dim(fields, family, head_dim)
     max_len = fields.integer("context_length", 1, MAX_LENGTH)
     # Some files name the end of a turn apart from the end of a text; a chat ends with either.
     eos = {
@@ -102,26 +108,34 @@ def config_from_gguf(
         for token_id in general.integers(f"tokenizer.ggml.{name}", 0, MAX_VOCAB)
     }
     bos = general.integers("tokenizer.ggml.bos_token_id", 0, MAX_VOCAB)
+    num_drafts = fields.integer("nextn_predict_layers", 0, MAX_LAYERS, default=0)
+    num_layers = fields.integer("block_count", 1 + num_drafts, MAX_LAYERS) - num_drafts
+    sparse = None if experts is None else experts_from_gguf(fields, experts, num_layers, tensor_names)
     return ModelConfig(
         family=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=fields.integer("block_count", 1, MAX_LAYERS),
+        num_layers=num_layers,
         attention=GQAConfig(
             num_heads=num_heads,
             num_kv_heads=_same_everywhere(fields, "attention.head_count_kv", num_heads),
             head_dim=head_dim,
             qkv_bias="blk.0.attn_q.bias" in tensor_names,
             output_bias="blk.0.attn_output.bias" in tensor_names,
-            qk_norm=bool(family.qk_norm),
+            qk_norm="blk.0.attn_q_norm.weight" in tensor_names if family.qk_norm is None else family.qk_norm,
+            norms_whole_width=family.norms_whole_width,
         ),
-        mlp=DenseConfig(
+        mlp=None
+        if sparse is not None and len(sparse.layers) == num_layers
+        else DenseConfig(
             intermediate_size=fields.integer("feed_forward_length", 1, MAX_WIDTH * 4),
             mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
         ),
+        sparse=sparse,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
-        rope=_rope(fields, head_dim, max_len, freq_factors),
+        rope=_rope(fields, rope_dim, max_len, freq_factors),
         tie_embeddings="output.weight" not in tensor_names,
+        num_draft_layers=num_drafts,
         max_position_embeddings=max_len,
         eos_token_ids=tuple(sorted(token_id for token_id in eos if token_id < vocab_size)),
         bos_token_id=bos[0] if bos and bos[0] < vocab_size else None,
@@ -129,13 +143,13 @@ def config_from_gguf(
     )
 
 
-def _check_keys(fields: Fields, prefix: str) -> None:
+def _check_keys(fields: Fields, prefix: str, also: frozenset[str]) -> None:
     kind = fields.values.get("rope.scaling.type") or "linear"
     scaling = _ROPE_KEYS.get(kind) if isinstance(kind, str) else None
     unknown = [
         f"{prefix}{key}"
         for key, value in fields.values.items()
-        if key not in _INTERPRETED and key not in _HARMLESS and not _is_harmless_at(key, value)
+        if key not in _INTERPRETED | _HARMLESS | also and not _is_harmless_at(key, value)
         # `RopeConfig` refuses other kinds by name
         if not key.startswith("rope.scaling.") or (scaling is not None and key[13:] not in scaling)
     ]
@@ -164,9 +178,17 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     head_dim = fields.integer("attention.key_length", 1, MAX_WIDTH, default=max(1, hidden_size // num_heads))
     if fields.integer("attention.value_length", 1, MAX_WIDTH, default=head_dim) != head_dim:
         raise fields.wrong("attention.value_length", f"the width of the keys, {head_dim}")
-    if fields.integer("rope.dimension_count", 1, MAX_WIDTH, default=head_dim) != head_dim:
-        raise fields.wrong("rope.dimension_count", f"the whole head, {head_dim}: partial rotation is not supported")
     return head_dim
+
+
+def _rope_dim(fields: Fields, family: Family, head_dim: int) -> int:
+    """The width of a head that is rotated."""
+    found = fields.integer("rope.dimension_count", 1, MAX_WIDTH, default=head_dim)
+    if family.rotary_part == 1.0 and found != head_dim:
+        raise fields.wrong("rope.dimension_count", f"the whole head, {head_dim}: partial rotation is not supported")
+    if found > head_dim or found % 2:
+        raise fields.wrong("rope.dimension_count", f"an even part of heads of width {head_dim}")
+    return found
 
 
 def _rope(fields: Fields, head_dim: int, max_len: int, freq_factors: tuple[float, ...] | None) -> RopeConfig:

@@ -18,13 +18,14 @@ from headwater.models.config import (
     MAX_WIDTH,
     Family,
     GQAConfig,
+    MLAConfig,
     ModelConfig,
     family_named,
 )
 from headwater.models.config_experts import COUNT_KEYS, EXPERTS, mlps_from_hf
 from headwater.models.config_keys import check_keys
 from headwater.models.fields import Fields
-from headwater.models.rope import RopeConfig, yarn_attention_factor
+from headwater.models.rope import RopeConfig, yarn_attention_factor, yarn_mscale
 
 _MAX_TOKEN = MAX_VOCAB - 1
 _HUGE = 1e12
@@ -48,8 +49,13 @@ def config_from_hf(
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     max_len = fields.integer("max_position_embeddings", 1, MAX_LENGTH)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
-    head_dim = _head_dim(fields, family, hidden_size, num_heads)
-    attention_bias = family.qkv_bias is None and fields.flag("attention_bias", False)
+    attention: GQAConfig | MLAConfig
+    if family.q_latent_dim is None:
+        attention = _gqa(fields, family, hidden_size, num_heads)
+        rope = _rope(fields, family, attention.head_dim, max_len)
+    else:
+        attention = _mla(fields, family, num_heads)
+        rope = _rope(fields, family, attention.rope_dim, max_len)
     mlp_bias = fields.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
     mlp, sparse = mlps_from_hf(fields, family, num_layers, mlp_bias)
     generated = Fields(generation or {}, f"{source}, generation_config.json")
@@ -60,19 +66,11 @@ def config_from_hf(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=num_layers,
-        attention=GQAConfig(
-            num_heads=num_heads,
-            num_kv_heads=fields.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads),
-            head_dim=head_dim,
-            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-            output_bias=attention_bias and family.output_bias,
-            qk_norm=fields.flag("use_qk_norm", False) if family.qk_norm is None else family.qk_norm,
-            norms_whole_width=family.norms_whole_width,
-        ),
+        attention=attention,
         mlp=mlp,
         sparse=sparse,
         norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, default=family.norm_eps),
-        rope=_rope(fields, family, head_dim, max_len),
+        rope=rope,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         num_draft_layers=_num_draft_layers(fields, family),
         max_position_embeddings=max_len,
@@ -80,6 +78,64 @@ def config_from_hf(
         bos_token_id=bos[0] if bos else None,
         stored_dtype=fields.text("dtype", default=fields.text("torch_dtype", default="float32")),
     )
+
+
+def _gqa(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> GQAConfig:
+    attention_bias = family.qkv_bias is None and fields.flag("attention_bias", False)
+    return GQAConfig(
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads),
+        head_dim=_head_dim(fields, family, hidden_size, num_heads),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=attention_bias and family.output_bias,
+        qk_norm=fields.flag("use_qk_norm", False) if family.qk_norm is None else family.qk_norm,
+        norms_whole_width=family.norms_whole_width,
+    )
+
+
+def _mla(fields: Fields, family: Family, num_heads: int) -> MLAConfig:
+    """`num_key_value_heads` and `head_dim` count for nothing, but transformers stumbles over other values than these:
+    as many as heads, and the width of the rotary part."""
+    if fields.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads) != num_heads:
+        raise fields.wrong("num_key_value_heads", f"{num_heads}, as num_attention_heads says")
+    rope_dim = fields.integer("qk_rope_head_dim", 2, MAX_WIDTH)
+    if fields.integer("head_dim", 1, MAX_WIDTH, default=rope_dim) != rope_dim:
+        raise fields.wrong("head_dim", f"{rope_dim}, as qk_rope_head_dim says")
+    nope_dim = fields.integer("qk_nope_head_dim", 1, MAX_WIDTH)
+    if fields.integer("qk_head_dim", 1, 2 * MAX_WIDTH, default=nope_dim + rope_dim) != nope_dim + rope_dim:
+        raise fields.wrong("qk_head_dim", f"{nope_dim + rope_dim}: qk_nope_head_dim and qk_rope_head_dim together")
+    has_no_latent = fields.values.get("q_lora_rank", 0) is None
+    return MLAConfig(
+        num_heads=num_heads,
+        latent_dim=fields.integer("kv_lora_rank", 1, MAX_WIDTH),
+        rope_dim=rope_dim,
+        nope_dim=nope_dim,
+        v_dim=fields.integer("v_head_dim", 1, MAX_WIDTH),
+        q_latent_dim=None if has_no_latent else fields.integer("q_lora_rank", 1, MAX_WIDTH, family.q_latent_dim),
+        score_factor=_score_factor(fields),
+    )
+
+
+def _score_factor(fields: Fields) -> float:
+    """Of latent attention with YaRN. vLLM takes every other type for YaRN, overlooks `attention_factor` and `truncate`,
+    and reads one mscale without the other differently from transformers: such configs are refused."""
+    rope = fields.section("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
+    kind = rope.text("rope_type", default=rope.text("type", default="default"))
+    if kind == "default":
+        return 1.0
+    if kind != "yarn":
+        raise rope.wrong("rope_type", "default or yarn: engines read other types of latent attention differently")
+    if "attention_factor" in rope:
+        raise rope.wrong("attention_factor", "none: engines read it differently for latent attention")
+    if not rope.flag("truncate", True):
+        raise rope.wrong("truncate", "true: engines read it differently for latent attention")
+    mscale, all_dim = (rope.number(name, 0.0, 100.0, default=0.0) for name in ("mscale", "mscale_all_dim"))
+    if bool(mscale) != bool(all_dim) or ("mscale" in rope) != ("mscale_all_dim" in rope):
+        raise rope.wrong("mscale_all_dim", "a number above 0 beside mscale, or neither of the two")
+    if mscale == 0.0 and "mscale" in rope:
+        raise rope.wrong("mscale", "a number above 0")
+    factor = rope.number("factor", 1e-3, 1e6)
+    return yarn_mscale(factor, all_dim) ** 2 if all_dim else 1.0
 
 
 def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:
@@ -96,7 +152,9 @@ def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) 
 def _num_draft_layers(fields: Fields, family: Family) -> int:
     """Transformers 5 has a new name for it; other families than those that have such layers know neither."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
-    return max(fields.integer(name, 0, MAX_LAYERS, default=0) for name in names) if family.name == "glm4_moe" else 0
+    if family.name not in ("glm4_moe", "glm4_moe_lite", "deepseek_v3"):
+        return 0
+    return max(fields.integer(name, 0, MAX_LAYERS, default=0) for name in names)
 
 
 def _refuse_what_cannot_run(fields: Fields, family: Family) -> None:

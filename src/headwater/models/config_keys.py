@@ -25,6 +25,14 @@ _QWEN_EXPERTS = (
     "max_window_layers"
 )
 
+_LATENT = (
+    "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim num_experts_per_tok "
+    "moe_intermediate_size n_shared_experts routed_scaling_factor n_group topk_group norm_topk_prob "
+    "first_k_dense_replace topk_method scoring_func auto_map"
+)
+# `auto_map` names code of the authors, which this engine never runs; where vLLM may, it names that code.
+_DRAFTS = "num_nextn_predict_layers num_mtp_layers"
+
 INTERPRETED: dict[str, frozenset[str]] = {
     "llama": frozenset(f"{_SIZES} attention_bias mlp_bias".split()),
     "qwen2": frozenset(f"{_SIZES} {_WINDOWS}".split()),
@@ -35,10 +43,12 @@ INTERPRETED: dict[str, frozenset[str]] = {
     "olmoe": frozenset(f"{_SIZES} num_experts_per_tok".split()) - {"rms_norm_eps", "tie_word_embeddings"},
     "glm4_moe": frozenset(
         f"{_SIZES} attention_bias use_qk_norm num_experts_per_tok moe_intermediate_size n_shared_experts "
-        "routed_scaling_factor n_group topk_group norm_topk_prob first_k_dense_replace num_nextn_predict_layers "
-        "num_mtp_layers".split()
+        f"routed_scaling_factor n_group topk_group norm_topk_prob first_k_dense_replace {_DRAFTS}".split()
     )
     - {"tie_word_embeddings"},
+    "deepseek_v2": frozenset(f"{_SIZES} {_LATENT}".split()) - {"tie_word_embeddings", "rms_norm_eps"},
+    "deepseek_v3": frozenset(f"{_SIZES} {_LATENT} {_DRAFTS}".split()) - {"tie_word_embeddings", "rms_norm_eps"},
+    "glm4_moe_lite": frozenset(f"{_SIZES} {_LATENT} {_DRAFTS} mlp_layer_types".split()) - {"tie_word_embeddings"},
 }
 """Keys that `config_hf` reads, by family."""
 
@@ -110,9 +120,16 @@ NULL_IS_ABSENT: dict[str, str] = {key: why for why, keys in _NULL_FOR.items() fo
 """Keys for which null means the same as leaving them out, to this engine, `transformers` and vLLM; and what it means.
 Elsewhere vLLM may ask whether a key is there, or compute with none: `"truncate": null` is false to it, and true if
 left out."""
+NULL_IS_A_VALUE = {
+    "deepseek_v2": frozenset({"q_lora_rank", "n_group", "topk_group"}),
+    "deepseek_v3": frozenset({"q_lora_rank"}),
+    "glm4_moe_lite": frozenset({"q_lora_rank"}),
+}
+"""Keys for which null is a value of its own, by family: queries without a latent, experts without groups."""
 _NULL_COUNTS = {"qwen3": frozenset({"head_dim"})}
 """Exceptions, by family: without the key, its heads are 128 wide; with null, hidden_size / heads."""
 
+_LATENT_AT: dict[str, tuple[Any, ...]] = {"tie_word_embeddings": (False,), "moe_layer_freq": (1,), "ep_size": (1,)}
 ONLY_AT_IN: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen2_moe": {"qkv_bias": (True,)},
     "olmoe": {
@@ -122,6 +139,9 @@ ONLY_AT_IN: dict[str, dict[str, tuple[Any, ...]]] = {
         "tie_word_embeddings": (False,),
     },
     "glm4_moe": {"tie_word_embeddings": (False,)},
+    "deepseek_v2": _LATENT_AT | {"rms_norm_eps": (1e-6,)},
+    "deepseek_v3": _LATENT_AT | {"rms_norm_eps": (1e-6,), "rope_interleave": (True,)},
+    "glm4_moe_lite": _LATENT_AT | {"rope_interleave": (True,)},
 }
 """Keys of one family that `transformers` computes with and vLLM does not, at the values that vLLM takes for granted."""
 
@@ -172,6 +192,7 @@ def _unknown_keys(config: Mapping[str, Any], family: str) -> Iterator[str]:
 def _nulls(config: Mapping[str, Any], family: str) -> Iterator[str]:
     """Keys that this engine interprets, and those of rope, where null is not the same as leaving them out."""
     absent = (NULL_IS_ABSENT.keys() | HARMLESS.keys()) - _NULL_COUNTS.get(family, frozenset())
+    absent |= NULL_IS_A_VALUE.get(family, frozenset())
     yield from (key for key in INTERPRETED[family] - absent if key in config and config[key] is None)
     for name, rope in _rope_sections(config):
         yield from (f"{name}.{key}" for key, value in rope.items() if value is None)

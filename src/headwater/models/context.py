@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from headwater.kernels.attention.base import AttentionBackend
+from headwater.kernels.attention.base import AttentionBackend, AttentionBatch
 
 
 class KVPlanes(Protocol):
@@ -52,7 +53,16 @@ class StepContext:
     slots: Tensor
     """int64 [rows]: where each row's KV is written."""
     attention: AttentionBackend
+    batch: AttentionBatch
     plan: Any
-    """What `attention.plan` gave for this step."""
+    """What `attention.plan` gave for `batch`."""
     cache: KVPlanes
     hooks: LayerHooks = NO_HOOKS
+    shared: dict[str, Any] = field(default_factory=dict)
+    """What the first layer that needed it made, for the others; see `once`."""
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """The value of that name, made by the first layer that asks in this step."""
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]

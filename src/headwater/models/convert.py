@@ -98,9 +98,9 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "intermediate_size": config.mlp.intermediate_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.attention.num_heads,
-        "num_key_value_heads": config.attention.num_kv_heads,
-        "head_dim": config.attention.head_dim,
+        "num_attention_heads": config.gqa.num_heads,
+        "num_key_value_heads": config.gqa.num_kv_heads,
+        "head_dim": config.gqa.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
@@ -112,9 +112,9 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
     }
     if family.qkv_bias is None:
-        if config.attention.qkv_bias != config.attention.output_bias:
+        if config.gqa.qkv_bias != config.gqa.output_bias:
             raise ModelError(f"{config.family} models have biases on all attention matrices or on none; this has some")
-        values["attention_bias"] = config.attention.qkv_bias
+        values["attention_bias"] = config.gqa.qkv_bias
     if family.mlp_bias is None:
         values["mlp_bias"] = config.mlp.mlp_bias
     return values

@@ -15,8 +15,9 @@ from torch import Tensor
 from headwater.models.attention import GroupedQueryAttention
 from headwater.models.config import ModelConfig
 from headwater.models.context import StepContext
+from headwater.models.latent import LatentAttention
 from headwater.models.layers import Placement, RMSNorm, Targets, VocabEmbedding, VocabHead
-from headwater.models.moe import layer_mlp
+from headwater.models.moe import count_rows, layer_mlp
 from headwater.models.parallel import ALONE, Ranks
 from headwater.models.weights import Target
 
@@ -63,6 +64,9 @@ PARTS: dict[str, Parts] = {
     "qwen3_moe": Parts(GroupedQueryAttention),
     "olmoe": Parts(GroupedQueryAttention),
     "glm4_moe": Parts(GroupedQueryAttention),
+    "deepseek_v2": Parts(LatentAttention),
+    "deepseek_v3": Parts(LatentAttention),
+    "glm4_moe_lite": Parts(LatentAttention),
 }
 
 
@@ -96,6 +100,9 @@ class Decoder:
         self.max_len = max_len
         self.embedding = VocabEmbedding(config.vocab_size, config.hidden_size, place)
         self.layers = [DecoderLayer(config, layer, place) for layer in range(config.num_layers)]
+        mlps = (layer.mlp for layer in self.layers)
+        self.expert_rows = count_rows(mlps, config.sparse.num_experts, place.device) if config.sparse else None
+        """Rows that went to each expert of each sparse layer, in the steps that `live` was set for."""
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, place)
         tied = self.embedding if config.tie_embeddings else None
         self.head = VocabHead(config.vocab_size, config.hidden_size, place, tied)

@@ -6,6 +6,7 @@ every expert is divided over the ranks, and one sum over the ranks ends the laye
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from headwater.errors import ModelError
 from headwater.kernels.moe import route, run_experts
+from headwater.kernels.moe_reference import ExpertRows
 from headwater.models.config import DenseConfig, ModelConfig, SparseConfig
 from headwater.models.layers import Placement, Targets
 from headwater.models.mlp import GatedMLP
@@ -53,9 +55,10 @@ class Router:
         self.weight = wide.matrix(shape.num_experts, hidden_size)
         self.bias = wide.vector(shape.num_experts) if shape.biased else None
         self._rule = shape.routing
+        self.rows: ExpertRows | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return route(F.linear(x.float(), self.weight), self._rule, self.bias)
+        return route(F.linear(x.float(), self.weight), self._rule, self.bias, self.rows)
 
     def targets(self, prefix: str) -> Targets:
         """One matrix, and the bias of the choice."""
@@ -122,6 +125,16 @@ class SparseMLP:
         if self.shared_gate is not None:
             shape = tuple(self.shared_gate.shape)
             yield f"{prefix}.{self._shared_name}_gate.weight", Target(self.shared_gate, shape, 0, range(1))
+
+
+def count_rows(mlps: Iterable[object], num_experts: int, device: torch.device) -> ExpertRows:
+    """Have every sparse MLP among these count its rows; the counts of all, int64 [sparse layers, experts]."""
+    routers = [mlp.router for mlp in mlps if isinstance(mlp, SparseMLP)]
+    counts = torch.zeros(len(routers), num_experts, dtype=torch.int64, device=device)
+    live = torch.zeros(1, dtype=torch.int32, device=device)
+    for router, own in zip(routers, counts, strict=True):
+        router.rows = ExpertRows(own, live)
+    return ExpertRows(counts, live)
 
 
 def _check_widths(shape: SparseConfig, place: Placement) -> None:

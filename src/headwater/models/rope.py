@@ -93,11 +93,14 @@ class RopeConfig:
 
 def yarn_attention_factor(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
     """What YaRN multiplies cosines and sines with when the config does not say."""
+    if mscale and mscale_all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor, 1.0)
 
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
-    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+def yarn_mscale(factor: float, weight: float) -> float:
+    """By how much YaRN raises queries and keys of a context stretched by `factor`."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _default(rope: RopeConfig) -> Tensor:

@@ -1,8 +1,8 @@
 """The listening end: one process per host and pool, into which other hosts push, and from which they may pull.
 
 A thread a connection, since a connection's time is spent in the kernel. What a connection may do follows from the role
-in its hello; `ROLES` is where further ones (pull, events) get their place. A connection that says anything out of
-order, out of bounds or out of time is closed and counted, and costs nothing else.
+in its hello: see `ROLES`. A connection that says anything out of order, out of bounds or out of time is closed and
+counted, and costs nothing else.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from headwater.peers.carriers import tcp
 from headwater.peers.hello import Greeting, Hello, Role, Welcome, new_greeting, open_space
 from headwater.peers.landing import Landing
 from headwater.peers.push_session import PushSession
+from headwater.peers.serving import PullSession
+from headwater.peers.telling import TellingSession
 from headwater.peers.wire import Header, Refusal, Type, encode_frame, encode_refusal
 from headwater.pool.pool import Pool
 from headwater.pool.space import Space
@@ -93,7 +95,17 @@ def _push(receiver: Receiver, hello: Hello, space: Space | None) -> Session:
     return PushSession(hello, space, receiver.landing)
 
 
-ROLES: dict[Role, MakeSession] = {Role.PUSH: _push}
+def _pull(receiver: Receiver, hello: Hello, space: Space | None) -> Session:
+    if space is None:
+        raise PeerRefusedError("a pull needs a space", Refusal.SPACE)
+    return PullSession(hello, space, receiver.pool.first_tier)
+
+
+def _follow(receiver: Receiver, hello: Hello, space: Space | None) -> Session:
+    return TellingSession(hello, receiver.pool.first_tier)
+
+
+ROLES: dict[Role, MakeSession] = {Role.PUSH: _push, Role.PULL: _pull, Role.FOLLOW: _follow}
 
 
 class Receiver:

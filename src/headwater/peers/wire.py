@@ -48,8 +48,11 @@ class Type(IntEnum):
     RUN = 32  # pull: the longest run of complete chunks
     EXISTS = 33  # pull: which of these are complete
     READ = 34  # pull: tiles of these chunks
+    JUDGE = 35  # pull: copies of these did not verify; look at yours
     FOLLOW = 48  # events of the pool from now on
     EVENTS = 49  # some of them
+    LIST = 50  # all chunks of the pool
+    STATS = 51  # figures of the pool
 
 
 class Bounds(NamedTuple):
@@ -75,8 +78,11 @@ BOUNDS: dict[Type, Bounds] = {
     Type.RUN: Bounds(_MIB),
     Type.EXISTS: Bounds(_MIB),
     Type.READ: Bounds(_MIB),
+    Type.JUDGE: Bounds(_MIB),
     Type.FOLLOW: Bounds(256),
     Type.EVENTS: Bounds(_MIB),
+    Type.LIST: Bounds(0),
+    Type.STATS: Bounds(0),
 }
 
 MAX_PUT_CHUNKS = 4096

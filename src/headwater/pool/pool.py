@@ -12,12 +12,12 @@ from typing import Any
 
 from headwater.errors import CapacityError
 from headwater.kv.encoding import stored_extent_bytes
-from headwater.kv.hashing import DEFAULT_CHUNK_TOKENS, check_chunk_tokens
+from headwater.kv.hashing import DEFAULT_CHUNK_TOKENS, check_chunk_tokens, root_key
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.locks import ForkSafeLock
 from headwater.pool.space import Space
-from headwater.pool.tenants import tenant_tag
+from headwater.pool.tenants import tenant_salt, tenant_tag
 from headwater.stores import open_urls
 from headwater.stores.base import Progress, SpaceRef, Store
 from headwater.stores.config import find_pool
@@ -65,7 +65,9 @@ class Pool:
         described = {"identity": identity.canonical(), "spec": spec.canonical()}
         described["identity"].pop("label", None)
         payload = json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
-        ref = SpaceRef(spec, chunk_tokens, key, payload)
+        salt = tenant_salt(self._tenant_secret, b"")
+        scope = root_key(identity.digest, spec.digest, chunk_tokens, salt, b"")
+        ref = SpaceRef(spec, chunk_tokens, key, payload, scope)
         self._store.check_space(ref)
         return Space(self._store, ref, identity, self.count, self._tenant_secret)
 
@@ -96,6 +98,11 @@ class Pool:
     def max_pending_bytes(self) -> int:
         """How many bytes may be reserved and not yet visible, by all servers together."""
         return self._store.max_pending_bytes
+
+    @property
+    def first_tier(self) -> Store:
+        """The tier that chunks are written to: what this host serves to others, who have slower tiers of their own."""
+        return self._store.first
 
     def scan(self) -> Iterator[ChunkInfo]:
         """Every chunk that can be found, in no particular order."""

@@ -129,6 +129,8 @@ class Stats(_Message, frozen=True):
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
+    expert_rows: dict[int, list[int]] = {}
+    """Rows that went to each expert, by sparse layer; empty for a dense model."""
     pool: dict[str, dict[str, float]] = {}
     """What is known of the pool, by metric and tier (`connector.metrics.Values`)."""
     pool_times: dict[str, Distribution] = {}

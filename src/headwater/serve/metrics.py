@@ -67,6 +67,14 @@ ENGINE_METRICS = (
     ),
     _engine("engine_steps_total", "counter", "num_steps", "Steps of the engine."),
 )
+EXPERT_ROWS = Metric(
+    "headwater_expert_rows_total",
+    "counter",
+    "Tokens that went to each expert of each sparse layer; nothing for a dense model.",
+    Source.ENGINE,
+    "expert_rows",
+    labels=("layer", "expert"),
+)
 HTTP_REQUESTS = _server(
     "http_requests_total",
     "HTTP requests. Status 499: the client left before an answer.",
@@ -171,6 +179,7 @@ class _Snapshot(Collector):
         stats = self._stats()
         for metric in ENGINE_METRICS:
             yield _family(metric, {"": getattr(stats, metric.field)})
+        yield _expert_rows(stats.expert_rows)
         for metric in PEER_METRICS:
             yield _family(metric, {"": float(self._peers.stats.get(metric.field, 0))})
         yield _family(PEER_RESTARTS, {"": float(self._peers.num_restarts)})
@@ -187,6 +196,14 @@ def _family(metric: Metric, series: dict[str, float]) -> Family:
     family = make(metric.name, metric.help, labels=metric.labels)
     for tier, value in series.items():
         family.add_metric([tier] if metric.labels else [], value)
+    return family
+
+
+def _expert_rows(found: dict[int, list[int]]) -> Family:
+    family = CounterMetricFamily(EXPERT_ROWS.name, EXPERT_ROWS.help, labels=EXPERT_ROWS.labels)
+    for layer, counts in found.items():
+        for expert, count in enumerate(counts):
+            family.add_metric([str(layer), str(expert)], count)
     return family
 
 

@@ -232,6 +232,12 @@ def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) ->
     engine = Engine(config, progress=progress)
     model = engine.checkpoint.config
 
+    def expert_rows() -> dict[int, list[int]]:
+        rows = engine.expert_rows(wait=False)
+        if rows is None or model.sparse is None:
+            return {}
+        return dict(zip(model.sparse.layers, rows.tolist(), strict=True))
+
     def stats() -> Stats:
         now = engine.stats()
         return Stats(
@@ -245,6 +251,7 @@ def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) ->
             num_generated_tokens=now.num_generated_tokens,
             num_preemptions=now.num_preemptions,
             num_steps=now.num_steps,
+            expert_rows=expert_rows(),
             pool=snapshot(now.pool, engine.store_stats()),
             pool_times=distributions(now.pool),
         )

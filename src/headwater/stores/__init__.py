@@ -29,6 +29,10 @@ def open_urls(urls: Sequence[StoreUrl], group: int | None = None, *, create: boo
         from headwater.stores.tiers import open_tiers
 
         return open_tiers(urls, group, create=create)
+    if urls[0].is_read_only:
+        from headwater.stores.remote import open_source
+
+        return open_source(urls[0])
     if urls[0].is_remote:
         from headwater.stores.remote import open_remote
 

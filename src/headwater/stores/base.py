@@ -6,8 +6,9 @@ the store cannot be used at all. Nothing here says how a store keeps its promise
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import WHOLE, Shard, Split
+from headwater.stores.breaker import CircuitBreaker
 from headwater.stores.events import Follower
 from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
 
@@ -61,6 +63,9 @@ class SpaceRef:
     chunk_tokens: int
     key: bytes
     payload: bytes
+    scope: bytes = field(default=b"", compare=False)
+    """Root of the nameless tenant: two hosts that have the same one may exchange this space's KV. Empty where it was
+    read out of an index, which does not say."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,10 @@ class Store(Protocol):
     @property
     def home(self) -> str:
         """Names what chunks are written to: processes with the same one can fill a chunk together, others cannot."""
+
+    @property
+    def first(self) -> Store:
+        """The tier that chunks are written to: the store itself where there is one only."""
 
     @property
     def mapped(self) -> MappedStore | None:
@@ -369,6 +378,26 @@ class Source(Protocol):
         must be contiguous. Nothing is verified: whoever uses the bytes compares them with the checksums. `deadline` is
         a value of time.monotonic(). Nobody writes into the extents after the return, which is soon after the deadline.
         """
+
+
+class SourceStore(Store, Protocol):
+    """A store of another host that is only read: a source for the first tier of this one."""
+
+    breaker: CircuitBreaker
+
+    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
+        """See `Source.splits`."""
+
+    def fill(
+        self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
+    ) -> list[Filling]:
+        """See `Source.fill`."""
+
+    def counts(self) -> Counter[str]:
+        """What this process did with it."""
+
+    def ping(self) -> None:
+        """Return if the other host answers; raises BackendError where it does not."""
 
 
 def check_extents(chunks: Sequence[ChunkRef], extents: Sequence[Tiles]) -> None:

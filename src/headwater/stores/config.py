@@ -172,7 +172,7 @@ def _read_pool(name: str, section: object, problems: _Problems, env: Mapping[str
 
 def _check_files(url: StoreUrl) -> None:
     """Raise ConfigError for a file that a tier names and that cannot be used here."""
-    for option in ("password_file", "ca"):
+    for option in ("password_file", "secret_file", "ca", "cert", "key"):
         if (path := url.options.get(option)) is None:
             continue
         try:

@@ -30,7 +30,7 @@ class TierStats:
 
     url: str
     write: str
-    """How it is filled: `first`, `through`, `back` or `demote`."""
+    """How it is filled: `first`, `through`, `back`, `demote`, or `never` (it is only read)."""
     hits: int = 0
     hit_bytes: int = 0
     misses: int = 0
@@ -49,7 +49,8 @@ class TierStats:
     breaker_trips: int = 0
     breaker_reason: str = ""
     events: str = "host"
-    """Whose events of this tier reach followers here: `host` (all processes of this one) or `fleet` (all hosts)."""
+    """Whose events of this tier reach followers here: `host` (all processes of this one), `fleet` (all hosts) or
+    `none`."""
     heard: int = 0
     """Events of other hosts that this process has brought."""
     host_wide: tuple[str, ...] = ()

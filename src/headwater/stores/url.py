@@ -5,6 +5,7 @@ shm:///headwater?capacity=8GiB
 file:///var/lib/headwater?capacity=200GiB&index=2GiB
 redis://user:password@host:6379/0?ttl=86400            rediss:// for TLS
 mooncake://master:50051?protocol=tcp&segment=4GiB
+peer://host:7700?secret_file=/run/secrets/headwater-peers   the pool of another host, to read from
 
 Several, separated by commas and fastest first, are tiers.
 """
@@ -25,10 +26,10 @@ from headwater.errors import UrlError
 from headwater.redaction import HIDDEN, redact, show_option, show_value
 
 EMBEDDED = ("memory", "shm", "file")
-REMOTE = ("redis", "rediss", "mooncake")
+REMOTE = ("redis", "rediss", "mooncake", "peer")
 SCHEMES = (*EMBEDDED, *REMOTE)
 DEFAULT_URL = "shm:///headwater"
-DEFAULT_PORTS = {"redis": 6379, "rediss": 6379, "mooncake": 50051}
+DEFAULT_PORTS = {"redis": 6379, "rediss": 6379, "mooncake": 50051, "peer": 7700}
 WRITE_MODES = ("back", "through", "demote")
 
 _COMMON = ("deadline", "write")
@@ -41,6 +42,7 @@ OPTIONS = {
         *_OVER_NETWORK,
         *_COMMON,
     ),
+    "peer": ("secret_file", "tls", "ca", "cert", "key", "connections", "lookup", "deadline"),
 }
 """What a URL of each scheme may say."""
 _SIZES = ("capacity", "index", "segment", "buffer", "piece")
@@ -93,6 +95,11 @@ class StoreUrl:
     def is_remote(self) -> bool:
         """Whether it names a server, and not memory or files of this host."""
         return self.scheme in REMOTE
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether nothing is ever copied to it: another host's pool is filled by its own engines, and by pushes."""
+        return self.scheme == "peer"
 
     def size(self, name: str) -> int | None:
         """A size option, or None where the URL does not give it."""
@@ -192,7 +199,9 @@ def parse_url(text: str) -> StoreUrl:
     problems: list[str] = []
     known = OPTIONS[parts.scheme]
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in known:
+        if parts.scheme == "peer" and name == "write":
+            problems.append(f"option write in {shown!r}: the pool of another host is only read; leave it out")
+        elif name not in known:
             problems.append(f"unknown option {_said(name, shown)} in {shown!r}; known are {', '.join(known)}")
         if name in options:
             problems.append(f"option {_said(name, shown)} is given twice in {shown!r}")
@@ -247,6 +256,8 @@ def _option_problems(url: StoreUrl, shown: str) -> list[str]:
         problems.append(f"option prefix in {shown!r} must be up to 64 letters, digits, '.', '_' and '-'")
     if url.options.get("prefer", "local") not in ("local", "any"):
         problems.append(f"option prefer in {shown!r} must be local or any")
+    if url.options.get("tls", "on") not in ("on", "off"):
+        problems.append(f"option tls in {shown!r} must be on or off")
     if not re.fullmatch(r"[a-z_]{1,16}", url.options.get("protocol", "tcp")):
         problems.append(f"option protocol in {shown!r} must be tcp or rdma (or what your Mooncake was built with)")
     return problems
@@ -287,6 +298,9 @@ def _parse_remote(parts: SplitResult, path: str, options: MappingProxyType[str, 
     if parts.scheme == "mooncake":
         if path not in ("", "/") or user or password:
             raise UrlError(f"{shown!r}: expected mooncake://MASTER:PORT, without a path or an account")
+    elif parts.scheme == "peer":
+        if path not in ("", "/") or user or password:
+            raise UrlError(f"{shown!r}: expected peer://HOST:PORT, without a path or an account; see secret_file")
     elif not re.fullmatch(r"|/[0-9]{0,5}", path):
         raise UrlError(f"{shown!r}: expected {parts.scheme}://HOST:PORT/NUMBER, NUMBER being a database")
     return StoreUrl(parts.scheme, path, options, host, port, user, password)

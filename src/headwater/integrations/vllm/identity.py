@@ -64,6 +64,7 @@ def server_spec(config: Any, cache: Any) -> KVSpec:
     try:
         if type(spec) is MLAAttentionSpec:
             hf = model.hf_text_config
+            _check_rotation(config)
             return KVSpec.mla(
                 num_layers=num_layers, latent_dim=hf.kv_lora_rank, rope_dim=hf.qk_rope_head_dim, dtype=dtype
             )
@@ -76,6 +77,21 @@ def server_spec(config: Any, cache: Any) -> KVSpec:
         )
     except (HeadwaterError, AttributeError) as error:
         raise DeclinedError(f"the shape of this model's KV is not understood: {error}") from error
+
+
+def _check_rotation(config: Any) -> None:
+    """Raise DeclinedError where vLLM rotates the keys of latent attention wrongly, at every position but the first: its
+    operation for CPUs overlooks strides. YaRN goes another way."""
+    from vllm.platforms import current_platform
+
+    rope = getattr(config.model_config.hf_text_config, "rope_parameters", None) or {}
+    names = config.compilation_config.custom_ops
+    runs = ("none" not in names or "+rotary_embedding" in names) and "-rotary_embedding" not in names
+    if current_platform.is_cpu() and rope.get("rope_type", "default") == "default" and runs:
+        raise DeclinedError(
+            "vLLM's rotary operation for CPUs gives wrong keys in models with latent attention; start it with "
+            '--compilation-config \'{"custom_ops": ["-rotary_embedding"]}\''
+        )
 
 
 def writer_group(config: Any) -> int:

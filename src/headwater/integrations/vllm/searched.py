@@ -15,6 +15,7 @@ SEARCHED = frozenset(
         "Glm4MoeForCausalLM",
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
     }
 )
 """Classes of vLLM in which `make test-identity` has changed every key: those in `HARMLESS` and vLLM's max_model_len

@@ -125,13 +125,23 @@ def _as_reference(config: Any) -> ModelConfig | None:
     values = hf.to_dict()
     if model.hf_text_config is not hf and model.hf_text_config.to_dict() != values:
         return None
+    if "auto_map" in values and _remote_code(model):
+        return None
     try:
-        known = config_from_hf(values)
+        known = config_from_hf(_before_workers(values))
     except ModelError:
         return None
     if flags.keys() - _SET_BY_VLLM.get(known.family, frozenset()):
         return None
     return known if model.architecture == FAMILIES[known.family].architecture else None
+
+
+def _before_workers(values: dict[str, Any]) -> dict[str, Any]:
+    """A config as it was before vLLM built a model with latent attention: it calls YaRN by another name there."""
+    rope = values.get("rope_parameters")
+    if isinstance(rope, Mapping) and rope.get("rope_type") == "deepseek_yarn":
+        return values | {"rope_parameters": {**rope, "rope_type": "yarn"}}
+    return values
 
 
 def _files(model: Any) -> dict[str, str]:

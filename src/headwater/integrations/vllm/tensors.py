@@ -19,8 +19,12 @@ from headwater.integrations.vllm.declined import DeclinedError
 _FUSED: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 """Parameters that vLLM makes of several tensors, in any class; further ones are in its class."""
+_APART: dict[str, str] = {"qkv_proj": "kv_a_proj_with_mqa", "fused_qkv_a_proj": "q_proj"}
+"""Tensors beside which a parameter is not fused: latent attention has no keys by head, and its queries may have no
+latent."""
 _WHOLE = ("weight", "qweight", "weight_packed")
 """Tensors of which no part may be missing. Scales need not be there for each part."""
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.+)")
@@ -89,6 +93,8 @@ def _check_fused(names: set[str], fused: Mapping[str, Sequence[str]], whole: Seq
         parent, module, last = ("", *name.rsplit(".", 2))[-3:]
         for whole_name, parts in fused.items():
             siblings = [f"{parent}.{part}.{last}" for part in parts]
+            if whole_name in _APART and f"{parent}.{_APART[whole_name]}.{last}" in names:
+                continue
             if module == whole_name and (found := [plain[part] for part in siblings if part in plain]):
                 raise _twice(name, found[0])
             if module not in parts or last not in whole:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation uses
 from torch import Tensor
 
 from headwater.errors import InvalidArgumentError
@@ -36,8 +37,12 @@ class CpuAttention:
         return plan_step(batch)
 
     def run(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: CpuPlan, scale: float) -> Tensor:
-        """Attend. Memory: the KV of `GROUP_TOKENS` tokens, or of the longest prompt."""
+        """Attend. Memory: the KV of `GROUP_TOKENS` tokens, or of the longest prompt. The fused kernel wants one width:
+        where V has another than K, all pages are copied, which is meant for pages made for one step."""
         _check(q, k_pages, v_pages, plan)
+        v_dim, width = v_pages.shape[3], max(q.shape[2], v_pages.shape[3])
+        if v_dim != q.shape[2]:
+            q, k_pages, v_pages = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k_pages, v_pages))
         k_plane, v_plane = cpu_plane("k", k_pages), cpu_plane("v", v_pages)
         # [rows, heads, dim] seen as [rows, KV heads, query heads of each, dim]
         q = q.view(len(q), k_pages.shape[2], -1, q.shape[2])
@@ -46,7 +51,7 @@ class CpuAttention:
             self._decode(q, k_plane, v_plane, plan.decodes, scale, out)
         for prefill in plan.prefills:
             self._prefill(q[prefill.rows], k_plane, v_plane, prefill, scale, out[prefill.rows])
-        return out.flatten(1, 2)
+        return out.flatten(1, 2)[..., :v_dim].contiguous()
 
     def run_latent(
         self,
@@ -118,10 +123,10 @@ def _by_head(kv: Tensor, share: int) -> Tensor:
 
 def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: CpuPlan) -> None:
     _check_device(q, k_pages)
-    if k_pages.shape != v_pages.shape or k_pages.shape[3] != q.shape[2]:
+    if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.shape[3] != q.shape[2]:
         raise InvalidArgumentError(
-            f"the cpu backend needs K, V and queries of one width, got {tuple(k_pages.shape)}, {tuple(v_pages.shape)} "
-            f'and {tuple(q.shape)}; the "reference" backend takes others'
+            f"expected as many pages of K as of V, and queries as wide as K, got {tuple(k_pages.shape)}, "
+            f"{tuple(v_pages.shape)} and {tuple(q.shape)}"
         )
     if q.shape[0] != plan.num_rows or q.shape[1] % k_pages.shape[2]:
         raise InvalidArgumentError(

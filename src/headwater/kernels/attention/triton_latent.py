@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.kernels.attention.triton_latent_merge import merge_latent_splits
-from headwater.kernels.attention.triton_tiles import TileConfig, load_tokens
+from headwater.kernels.attention.triton_tiles import TileConfig, find_tokens, load_tokens, store_rows, take_scores
 
 _MAX_ROWS = 64
 """More rows of 512 float32 sums than these do not fit the registers of a block."""
@@ -207,7 +207,7 @@ def _latent_kernel(
     query = first_query + packed // HEAD_BLOCK
     valid = (packed // HEAD_BLOCK < TILE_QUERIES) & (query < query_len) & (heads < num_heads)
     positions = kv_len - query_len + query
-    items = (first_row + query).to(tl.int64) * num_heads + heads
+    rows = (first_row + query).to(tl.int64)
 
     #   begin … whole    every row of the tile sees every token, in whole blocks
     #   whole … end      the diagonal and the last, incomplete block: masked
@@ -221,21 +221,20 @@ def _latent_kernel(
         begin = split * split_tokens
         end = tl.minimum(begin + split_tokens, end)
         whole = tl.maximum(begin, tl.minimum(whole, end // BLOCK_TOKENS * BLOCK_TOKENS))
-        items = items * tl.num_programs(2) + split
         if begin >= end:
-            tl.store(sums + items, tl.full([BLOCK_ROWS], float("-inf"), tl.float32), mask=valid)
+            empty = (rows * num_heads + heads) * tl.num_programs(2) + split
+            tl.store(sums + empty, tl.full([BLOCK_ROWS], float("-inf"), tl.float32), mask=valid)
             return
 
     l_cols = tl.arange(0, BLOCK_LATENT)
     r_cols = tl.arange(0, BLOCK_ROPE)
-    rows = (first_row + query).to(tl.int64)[:, None]
     ql = tl.load(
-        q_latent + rows * ql_row + heads[:, None] * ql_head + l_cols[None, :],
+        q_latent + rows[:, None] * ql_row + heads[:, None] * ql_head + l_cols[None, :],
         mask=valid[:, None] & (l_cols < LATENT)[None, :],
         other=0.0,
     )
     qr = tl.load(
-        q_rope + rows * qr_row + heads[:, None] * qr_head + r_cols[None, :],
+        q_rope + rows[:, None] * qr_row + heads[:, None] * qr_head + r_cols[None, :],
         mask=valid[:, None] & (r_cols < ROPE)[None, :],
         other=0.0,
     )
@@ -254,16 +253,10 @@ def _latent_kernel(
         PAGE_SIZE, LATENT, ROPE, BLOCK_LATENT, BLOCK_ROPE, BLOCK_TOKENS, PRECISION, True,
     )  # fmt: skip
 
-    seen = row_sum > 0.0
-    row_sum = tl.where(seen, row_sum, 1.0)
-    if SPLIT:  # in base 2, for the merge
-        tl.store(sums + items, row_max + tl.log2(row_sum), mask=valid)  # row_max is -inf where nothing was seen
-        valid = valid & seen
-    elif LSE:
-        tl.store(sums + items, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=valid)
-    tile = acc / row_sum[:, None]
-    mask = valid[:, None] & (l_cols < LATENT)[None, :]
-    tl.store(out + items[:, None] * LATENT + l_cols[None, :], tile.to(out.dtype.element_ty), mask=mask)
+    store_rows(
+        acc, row_max, row_sum, out, sums, rows, heads, valid, num_heads, split, tl.num_programs(2),
+        LATENT, BLOCK_LATENT, SPLIT, LSE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -300,35 +293,16 @@ def _attend_span(
     for start in tl.range(begin, end, BLOCK_TOKENS):
         token = start + tokens
         inside = token < end
-        if BLOCK_TOKENS % PAGE_SIZE == 0:  # blocks begin at page boundaries: most of the arithmetic leaves the loop
-            page_at = pages + start // PAGE_SIZE + tokens // PAGE_SIZE
-            offset = tokens % PAGE_SIZE
-        else:
-            page_at = pages + token // PAGE_SIZE
-            offset = token % PAGE_SIZE
-        if MASKED:
-            page = tl.load(page_at, mask=inside, other=0).to(tl.int64)
-        else:
-            page = tl.load(page_at).to(tl.int64)
+        page, offset = find_tokens(pages, start, tokens, inside, PAGE_SIZE, BLOCK_TOKENS, MASKED)
         latent_at = latent_pages + (page * l_page + offset * l_token)[:, None] + l_cols[None, :]
         rope_at = rope_pages + (page * r_page + offset * r_token)[:, None] + r_cols[None, :]
         latent = load_tokens(latent_at, inside, l_cols < LATENT, MASKED, LATENT != BLOCK_LATENT)
         rope = load_tokens(rope_at, inside, r_cols < ROPE, MASKED, ROPE != BLOCK_ROPE)
         scores = tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)
         scores = tl.dot(q_latent, tl.trans(latent), scores, input_precision=PRECISION)
-        if MASKED:
-            visible = (positions[:, None] >= token[None, :]) & inside[None, :]
-            scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
-        if MASKED:
-            # A row that has seen nothing yet would compute inf - inf.
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        else:
-            shift = new_max
-        weights = tl.exp2(scores * scale - shift[:, None])
-        decay = tl.exp2(row_max - shift)
-        row_sum = row_sum * decay + tl.sum(weights, axis=1)
+        weights, decay, row_max, row_sum = take_scores(
+            scores, row_max, row_sum, positions, token, inside, scale, MASKED
+        )
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision=PRECISION)
-        row_max = new_max
     return acc, row_max, row_sum

@@ -15,6 +15,7 @@ from headwater.errors import ModelError
 from headwater.kv.checkpoint import checkpoint_label
 from headwater.kv.files import FileState, NamedFile
 from headwater.models.checkpoint.base import BLOCK_BYTES, RowBlocks, opened_states, read_bytes
+from headwater.models.checkpoint.gguf_experts import expert_tensors
 from headwater.models.checkpoint.gguf_file import GGUFHeader, GGUFTensor, import_gguf, read_gguf_header
 from headwater.models.config import ModelConfig
 from headwater.models.config_gguf import config_from_gguf
@@ -38,6 +39,7 @@ _LAYER_PARTS = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
@@ -45,7 +47,7 @@ _LAYER_PARTS = {
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # llama.cpp turns neighbouring dimensions where Hugging Face turns the halves of a head, and its converter reorders
 # these rows to fit; other architectures it runs the Hugging Face way.
-_REORDERED = {"llama": ("attn_q", "attn_k")}
+_REORDERED = dict.fromkeys(("llama", "mixtral"), ("attn_q", "attn_k"))
 
 
 class GGUFHandle(RowBlocks):
@@ -125,10 +127,13 @@ class GGUFCheckpoint:
         for tensor in sorted(self.header.tensors.values(), key=lambda tensor: tensor.offset):
             if tensor.name == _ROPE_FACTORS:
                 continue  # part of the config
+            if (experts := expert_tensors(tensor, self.config)) is not None:
+                yield from ((name, GGUFHandle(self.path, name, own, None)) for name, own in experts)
+                continue
             name, part = _hf_name(tensor.name)
             yield (
                 name,
-                GGUFHandle(self.path, name, tensor, self.config.attention.head_dim if part in reordered else None),
+                GGUFHandle(self.path, name, tensor, self.config.gqa.head_dim if part in reordered else None),
             )
 
     def load_tokenizer(self) -> Tokenizer:

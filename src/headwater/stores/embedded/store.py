@@ -75,6 +75,11 @@ class EmbeddedStore:
         self.max_extent_bytes = min(g.segment_bytes, self.max_pending_bytes)
 
     @property
+    def first(self) -> EmbeddedStore:
+        """See `stores.base.Store.first`."""
+        return self
+
+    @property
     def mapped(self) -> MappedStore | None:
         """See `stores.base.Store.mapped`."""
         return self if self._core.data.mapped else None

@@ -68,6 +68,11 @@ class RemoteStore:
         self._admin = RemoteAdmin(client, self._names, self.announcer)
 
     @property
+    def first(self) -> RemoteStore:
+        """See `stores.base.Store.first`."""
+        return self
+
+    @property
     def home(self) -> str:
         """See `stores.base.Store.home`."""
         return str(self.url)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from headwater.stores.embedded import open_embedded
 from headwater.stores.embedded.journal import CURSOR_PREFIX
-from headwater.stores.remote import open_remote
-from headwater.stores.tiers.lower import LocalTier, LowerTier, RemoteTier
+from headwater.stores.remote import open_remote, open_source
+from headwater.stores.tiers.lower import LocalTier, LowerTier, RemoteTier, SourceTier
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
 from headwater.stores.tiers.store import TieredStore
 from headwater.stores.url import StoreUrl, first_tier
@@ -22,12 +22,15 @@ def open_tiers(urls: Sequence[StoreUrl], group: int | None = None, *, create: bo
     opened: list[LowerTier] = []
     try:
         for url in rest:
-            if url.is_remote:
+            if url.is_read_only:
+                opened.append(SourceTier(url, open_source(url)))
+            elif url.is_remote:
                 opened.append(RemoteTier(url, open_remote(url)))
             else:
                 opened.append(LocalTier(url, open_embedded(url, group, create=create)))
         # Who only looks at a pool that exists neither copies nor gives memory.
-        return TieredStore(front, opened, _ownership(front.directory, rest) if create else None)
+        copied = [url for url in rest if not url.is_read_only]
+        return TieredStore(front, opened, _ownership(front.directory, copied) if create and copied else None)
     except BaseException:
         for tier in opened:
             tier.store.close()

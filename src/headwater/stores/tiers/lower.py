@@ -12,7 +12,7 @@ import numpy as np
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Split, whole_shard
 from headwater.locks import ForkSafeLock
-from headwater.stores.base import Filling, Piece, RootRef, Run, Source, Status, Store, Tiles
+from headwater.stores.base import Filling, Piece, RootRef, Run, Source, SourceStore, Status, Store, Tiles
 from headwater.stores.embedded.export import Exported
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.remote.store import RemoteStore
@@ -189,6 +189,65 @@ class RemoteTier:
             breaker_trips=breaker.trips,
             breaker_reason=breaker.reason,
             events="fleet" if self.store.has_log else "host",
+        )
+
+
+class SourceTier:
+    """The pool of another host below those of this one: only read, so the copier never sees it."""
+
+    keeps_sums = True
+    mode = "never"
+    lanes = 1
+
+    def __init__(self, url: StoreUrl, store: SourceStore) -> None:
+        self.url = url
+        self.store = store
+        self.counts = Counts()
+
+    @property
+    def usable(self) -> bool:
+        """See `LowerTier`."""
+        return self.store.breaker.closed
+
+    def own(self) -> None:
+        """See `LowerTier`."""
+
+    def run_from(self, root: RootRef, keys: list[bytes], start: int) -> Run:
+        """See `LowerTier`. One question for the whole prompt: a chunk is nowhere without those before it."""
+        run = self.store.run(root, keys)
+        return run if run.length >= start else Run(start, ())
+
+    def missing(self, keys: Sequence[bytes]) -> list[bytes] | None:
+        """See `LowerTier`: nothing is copied here, so nobody asks."""
+        return None
+
+    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
+        """See `Source`."""
+        return self.store.splits(chunks)
+
+    def fill(
+        self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
+    ) -> list[Filling]:
+        """See `Source`."""
+        return self.store.fill(root, chunks, extents, deadline)
+
+    def put(self, chunks: Sequence[Exported]) -> list[Status]:
+        """See `LowerTier`: nothing is taken."""
+        return [Status.FULL] * len(chunks)
+
+    def stats(self, waiting: int) -> TierStats:
+        """See `LowerTier`. Nothing waits to be copied here."""
+        theirs, breaker = self.store.counts(), self.store.breaker.stats()
+        return _stats(
+            self,
+            0,
+            self.counts.now(),
+            damaged=theirs["damaged"],
+            failed=theirs["failed"],
+            breaker=breaker.state,
+            breaker_trips=breaker.trips,
+            breaker_reason=breaker.reason,
+            events="none",
         )
 
 

@@ -80,13 +80,14 @@ class TieredStore:
         self._fetcher = Fetcher(front, tiers)
         self.max_pending_bytes = front.max_pending_bytes
         self.max_extent_bytes = min(front.max_extent_bytes, *(tier.store.max_extent_bytes for tier in tiers))
-        self._copier: Copier | NoCopier = NoCopier() if ownership is None else Copier(front, tiers, ownership)
+        copied = [tier for tier in tiers if tier.mode != "never"]
+        self._copier: Copier | NoCopier = NoCopier() if ownership is None else Copier(front, copied, ownership)
         self._completed = _Completed()
-        self._through = [(i, tier) for i, tier in enumerate(tiers) if tier.mode == "through"]
+        self._through = [(i, tier) for i, tier in enumerate(copied) if tier.mode == "through"]
         if self._through:
             front.journal.listeners.append(self._take_note)
         remotes = [tier for tier in tiers if isinstance(tier, RemoteTier)]
-        for i, tier in enumerate(tiers):
+        for i, tier in enumerate(copied):
             if isinstance(tier, RemoteTier):
                 tier.store.breaker.on_close(partial(self._copier.look_again, i))
                 tier.store.announcer.origin = front.generation[:ORIGIN_BYTES].ljust(ORIGIN_BYTES, b"\0")
@@ -101,6 +102,11 @@ class TieredStore:
     def home(self) -> str:
         """See `stores.base.Store.home`."""
         return self._front.home
+
+    @property
+    def first(self) -> EmbeddedStore:
+        """See `stores.base.Store.first`."""
+        return self._front
 
     @property
     def mapped(self) -> MappedStore | None:
@@ -328,9 +334,9 @@ class TieredStore:
         return max(removed)
 
     def scan(self) -> Iterator[ChunkInfo]:
-        """See `stores.base.Store.scan`: each chunk once, as the fastest tier has it."""
+        """See `stores.base.Store.scan`: each chunk once, as the fastest tier has it. Other hosts list their own."""
         seen: set[bytes] = set()
-        for store in (self._front, *(tier.store for tier in self._tiers)):
+        for store in (self._front, *(tier.store for tier in self._tiers if tier.mode != "never")):
             try:
                 for info in store.scan():
                     if info.key not in seen:
