@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -94,10 +95,17 @@ def push(address: object, name: str = "0f") -> Transfer:
     return Transfer(id=name, push_to=str(address))
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
-def test_decode_loads_all_that_prefill_computed(prefill_tp: int, decode_tp: int, model: Path, tmp_path: Path) -> None:
+SAMPLE = [("llama", 2, 1), ("qwen3", 4, 1)]
+"""Other ranks at both ends; four ranks of two KV heads are replicas, which divide layers among themselves."""
+ROWS = [("llama", 1, 1), ("llama", 1, 2), ("llama", 3, 2), ("qwen3", 1, 4), ("qwen3", 4, 2), ("qwen3", 2, 4)]
+ROWS = SAMPLE + (ROWS if os.environ.get("HEADWATER_ALL_ROWS") else [])
+
+
+@pytest.mark.parametrize(("family", "prefill_tp", "decode_tp"), ROWS)
+def test_decode_loads_all_that_prefill_computed(family: str, prefill_tp: int, decode_tp: int, tmp_path: Path) -> None:
     """Prompts around a chunk's length, in small steps, other block size and ranks at both ends: the same tokens, and
     all that is worth loading is loaded."""
+    model = save_random_checkpoint(family, tmp_path / "model", seed=1)
     sizes = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17]
     prompts = [prompt_of(size, seed) for seed, size in enumerate(sizes)]
     wanted = alone(model, prompts)
