@@ -169,7 +169,8 @@ def test_prefill_that_is_preempted_sends_all_of_it(model: Path, tmp_path: Path) 
 def test_decode_places_a_group_of_layers_before_the_next_is_sent(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sender is held back after the first layer; decode has that in its pages, and waits for the rest."""
+    """The first layer is sent before the second is computed, and then the sender is held back: decode has that layer in
+    its pages, and waits for the rest."""
     prompt = prompt_of(2 * CHUNK)
     go_on, layers_sent = threading.Event(), list[range]()
     send = Link._send_layers
@@ -190,6 +191,15 @@ def test_decode_places_a_group_of_layers_before_the_next_is_sent(
     ):
         prefill.add("r", prompt, ONE, transfer=push(receiver.address))
         decode.add("r", prompt, GREEDY, transfer=Transfer(id="0f", wait_s=WAIT_S, start_s=WAIT_S))
+        worker = prefill._executor._runner.pool  # type: ignore[attr-defined]
+        after_layer = worker.after_layer
+
+        def slow_layer(layer: int) -> None:
+            after_layer(layer)
+            if not layer:  # it is sent before the next one is computed
+                wait_until(lambda: bool(layers_sent), WAIT_S)
+
+        monkeypatch.setattr(worker, "after_layer", slow_layer)
         prefill.step()
         assert not prefill._requests, "the prompt is computed, and its answer waits for the push"
         cache = decode._executor._runner.cache  # type: ignore[attr-defined]
