@@ -217,6 +217,20 @@ def test_a_stopped_receiver_holds_nobody(tmp_path: Path) -> None:
         nothing_pending(d.pool)
 
 
+def test_a_stopped_receiver_is_left_alone_however_little_is_sent_to_it(tmp_path: Path) -> None:
+    """The kernel takes small pushes for it: only the answers are missing."""
+    with decode(tmp_path) as d, prefill(tmp_path, settings={"io_s": 0.5, "dead_s": 5.0}) as p:
+        assert p.ask("whole", d.address, 2, 1, 20.0)["tokens"] == CHUNK
+        d.receiver.signal(signal.SIGSTOP)
+        try:
+            assert p.ask("whole", d.address, 3, 1, 0.2)["tokens"] == 0
+            wait_until(lambda: p.ask("state")["counts"].get("timeouts", 0) == 1, 10.0, "its silence is noticed")
+            assert not p.ask("push", transfer_id(), d.address, 4, 1)["taken"]
+        finally:
+            d.receiver.signal(signal.SIGCONT)
+        nothing_pending(d.pool)
+
+
 def test_a_stopped_sender_is_given_up_and_comes_back(tmp_path: Path) -> None:
     with decode(tmp_path) as d, prefill(tmp_path) as p, prefill(tmp_path, server=11) as other:
         transfer = transfer_id()

@@ -1,4 +1,4 @@
-"""A `peer://` tier whose peer lies: whatever it answers, the reader has misses and no errors, and nothing stays reserved."""
+"""A `peer://` tier whose peer lies: whatever it answers, the reader has misses and no errors."""
 
 from __future__ import annotations
 
