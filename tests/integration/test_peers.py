@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ import pytest
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
+from headwater.stores.embedded import store_directory
+from headwater.stores.url import parse_url
 from peer_cases import (
     CHUNK,
     SPEC,
@@ -229,6 +232,18 @@ def test_a_stopped_receiver_is_left_alone_however_little_is_sent_to_it(tmp_path:
         finally:
             d.receiver.signal(signal.SIGCONT)
         nothing_pending(d.pool)
+
+
+def test_a_receiver_ends_when_its_pool_is_removed(tmp_path: Path) -> None:
+    """It would fill memory that no engine looks at, and say that all is well."""
+    with temporary_url("shm", tmp_path, "capacity=32MiB") as url:
+        receiver = ReceiverProcess(url)
+        try:
+            shutil.rmtree(store_directory(parse_url(url)))
+            with open_pool(url):
+                assert receiver.process.wait(20) == 1
+        finally:
+            receiver.close()
 
 
 def test_a_stopped_sender_is_given_up_and_comes_back(tmp_path: Path) -> None:
