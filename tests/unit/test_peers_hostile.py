@@ -152,6 +152,40 @@ def test_a_put_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatc
         is_over(receiver)
 
 
+@pytest.mark.parametrize("step", ["places", "noted"])
+def test_a_reservation_that_cannot_be_used_is_given_back(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_pools() as (one, other), receiving(other) as receiver:
+        here, there = open_space(one), open_space(other)
+        lane = call(receiver, here)
+
+        def fail(*_: Any) -> Any:
+            raise PeerError("the pool does not answer")
+
+        monkeypatch.setattr(Space, step, fail)
+        with pytest.raises(PeerError):
+            ask(lane, put_frame(here, prompt(here, 3), whole_shard(here.spec)))
+        lane.close()
+        store: Any = there._store
+        wait_until(lambda: not list(store._core.members.published()), 10.0, "the extents are let go of")
+        assert not receiver.landing.pending_bytes
+
+
+def test_chunks_of_open_puts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of those that nobody wants."""
+    monkeypatch.setattr("headwater.peers.push_session.MAX_OPEN_CHUNKS", 10)
+    with two_pools() as (one, other), receiving(other) as receiver:
+        here = open_space(one)
+        lane = call(receiver, here)
+        frames = [put_frame(here, prompt(here, 2), whole_shard(here.spec), number=number) for number in range(1, 8)]
+        for frame in frames[:-1]:
+            assert len(ask(lane, frame)) == 2
+        with pytest.raises(PeerRefusedError) as refused:
+            ask(lane, frames[-1])
+        assert refused.value.code == wire.Refusal.TOO_MANY
+        lane.close()
+        is_over(receiver)
+
+
 def test_a_session_is_joined_by_its_own_caller_alone() -> None:
     with two_pools() as (one, other), receiving(other) as receiver:
         here, another = open_space(one), open_space(one, tag=1)

@@ -129,12 +129,12 @@ class Landing:
         shard: Shard,
     ) -> None:
         opened = space.reserve([chunks[i] for i in wanted], Shard(range(1), range(1)), deadline_s=RESERVE_S)
-        places = space.places(opened)
-        good = [
-            row for row, (r, place) in enumerate(zip(opened, places, strict=True)) if place is not None and not r.status
-        ]
-        whole = Shard(range(space.spec.num_layers), range(space.spec.num_kv_heads))
-        noted = dict(zip(good, space.noted([opened[row] for row in good], whole), strict=True))
+        try:
+            places, noted = self._look_at(space, opened)
+        except BaseException:
+            space.close_all(opened)
+            self._untidy.append(space)
+            raise
         refused = list[Reservation]()
         with self._lock:
             for row, (i, reservation, place) in enumerate(zip(wanted, opened, places, strict=True)):
@@ -150,6 +150,16 @@ class Landing:
                     continue
                 refused.append(reservation)
         space.close_all(refused)
+
+    @staticmethod
+    def _look_at(space: Space, opened: Sequence[Reservation]) -> tuple[list[Place | None], dict[int, int]]:
+        """Where each reserved chunk lies, and by row of those that can be filled how many tiles somebody has noted."""
+        places = space.places(opened)
+        good = [
+            row for row, (r, place) in enumerate(zip(opened, places, strict=True)) if place is not None and not r.status
+        ]
+        whole = Shard(range(space.spec.num_layers), range(space.spec.num_kv_heads))
+        return places, dict(zip(good, space.noted([opened[row] for row in good], whole), strict=True))
 
     def _part(
         self,

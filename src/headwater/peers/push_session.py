@@ -28,6 +28,8 @@ from headwater.pool.space import Space
 from headwater.stores.base import Status
 
 MAX_PUTS = 1024
+MAX_OPEN_CHUNKS = 1 << 16
+"""Of all puts of a session, whether they were wanted or not: each costs this process memory until the END."""
 _SCRATCH_BYTES = 1 << 20
 _ANSWER_S = 5.0
 
@@ -113,8 +115,9 @@ class PushSession:
         with self._lock:
             if put.encoding != RAW or put.put in self._puts or put.put in self._opening:
                 raise WireError("a put in an unknown encoding, or under a number that is taken")
-            if len(self._puts) + len(self._opening) >= MAX_PUTS:
-                raise PeerRefusedError(f"{MAX_PUTS} puts are open", Refusal.TOO_MANY)
+            num_chunks = sum([len(other.chunks) for other in self._puts.values()])
+            if len(self._puts) + len(self._opening) >= MAX_PUTS or num_chunks > MAX_OPEN_CHUNKS:
+                raise PeerRefusedError(f"{MAX_PUTS} puts, or {MAX_OPEN_CHUNKS} chunks, are open", Refusal.TOO_MANY)
             self._opening.add(put.put)
         parts: list[Part | Status] = []
         is_open = False
