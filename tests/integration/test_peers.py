@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ import pytest
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
+from headwater.stores.embedded import store_directory
+from headwater.stores.url import parse_url
 from peer_cases import (
     CHUNK,
     SPEC,
@@ -215,6 +218,32 @@ def test_a_stopped_receiver_holds_nobody(tmp_path: Path) -> None:
             assert time.monotonic() - goes_on < 5.0 + 5.0
         d.check(3)
         nothing_pending(d.pool)
+
+
+def test_a_stopped_receiver_is_left_alone_however_little_is_sent_to_it(tmp_path: Path) -> None:
+    """The kernel takes small pushes for it: only the answers are missing."""
+    with decode(tmp_path) as d, prefill(tmp_path, settings={"io_s": 0.5, "dead_s": 5.0}) as p:
+        assert p.ask("whole", d.address, 2, 1, 20.0)["tokens"] == CHUNK
+        d.receiver.signal(signal.SIGSTOP)
+        try:
+            assert p.ask("whole", d.address, 3, 1, 0.2)["tokens"] == 0
+            wait_until(lambda: p.ask("state")["counts"].get("timeouts", 0) == 1, 10.0, "its silence is noticed")
+            assert not p.ask("push", transfer_id(), d.address, 4, 1)["taken"]
+        finally:
+            d.receiver.signal(signal.SIGCONT)
+        nothing_pending(d.pool)
+
+
+def test_a_receiver_ends_when_its_pool_is_removed(tmp_path: Path) -> None:
+    """It would fill memory that no engine looks at, and say that all is well."""
+    with temporary_url("shm", tmp_path, "capacity=32MiB") as url:
+        receiver = ReceiverProcess(url)
+        try:
+            shutil.rmtree(store_directory(parse_url(url)))
+            with open_pool(url):
+                assert receiver.process.wait(20) == 1
+        finally:
+            receiver.close()
 
 
 def test_a_stopped_sender_is_given_up_and_comes_back(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import ssl
 import threading
@@ -10,12 +11,16 @@ from collections.abc import Sequence
 import typer
 
 from headwater.cli.output import plural, print_json
-from headwater.errors import InvalidArgumentError
+from headwater.errors import InvalidArgumentError, StoreError
 from headwater.peers.address import parse_address
 from headwater.peers.hello import read_secret
 from headwater.peers.receiver import Receiver, ReceiverSettings
 from headwater.pool.pool import open_pool
-from headwater.stores.url import DEFAULT_URL, format_size
+from headwater.stores.embedded import store_directory
+from headwater.stores.url import DEFAULT_URL, format_size, parse_urls
+
+_LOOK_S = 0.5
+"""So often it is looked whether the pool is still there."""
 
 
 def receive(
@@ -37,7 +42,9 @@ def receive(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    with open_pool(DEFAULT_URL if url is None else url) as pool:
+    url = DEFAULT_URL if url is None else url
+    with open_pool(url) as pool:
+        home = _home(url)
         receiver = Receiver(pool, parse_address(listen), settings)
         receiver.start()
         if as_json:
@@ -46,8 +53,9 @@ def receive(
             share_text = format_size(receiver.landing.share_bytes)
             typer.echo(f"listening on {receiver.address}; peers may have {share_text} pending", err=True)
         try:
-            while not stop.wait(3600):
-                pass
+            while not stop.wait(_LOOK_S):
+                if _home(url) != home:
+                    raise StoreError(f"{url} was removed under its receiver; start it again for the pool that is there")
         finally:
             receiver.close()
             stats = receiver.stats()
@@ -56,6 +64,19 @@ def receive(
             else:
                 stored = plural(int(stats.get("chunks_stored", 0)), "chunk")
                 typer.echo(f"{stored} received, {format_size(int(stats.get('bytes', 0)))}", err=True)
+
+
+def _home(url: str) -> tuple[int, int] | None:
+    """Which pool is to be found there now; None where there is none. A receiver that went on with one that was removed
+    would fill memory that no engine looks at."""
+    first = parse_urls(url)[0]
+    if first.scheme not in ("shm", "file"):
+        return None
+    try:
+        found = os.stat(os.path.join(store_directory(first), "members"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def server_tls(cert: str | None, key: str | None, ca: str | None) -> ssl.SSLContext | None:

@@ -7,7 +7,7 @@ import ssl
 import time
 from dataclasses import dataclass, field
 
-from headwater.errors import PeerRefusedError, WireError
+from headwater.errors import PeerRefusedError
 from headwater.peers.address import PeerAddress, is_loopback
 from headwater.peers.carriers import tcp
 from headwater.peers.hello import NONCE_BYTES, Greeting, Hello, Role, Welcome
@@ -55,17 +55,13 @@ class Caller:
         connection = tcp.connect(address, settings.connect_s, settings.tls)
         try:
             deadline = time.monotonic() + settings.io_s
-            header, greeting = connection.receive(deadline)
-            if header.type != Type.GREETING or header.data_bytes:
-                raise WireError(f"a {header.type.name} frame instead of a greeting")
+            _, greeting = connection.receive(deadline, Type.GREETING)
             Greeting.decode(greeting)
             nonce = secrets.token_bytes(NONCE_BYTES)
             hello = Hello(self.role, session, self.server, self.rank, lane, nonce, self.scope, self.space)
             said = hello.encode(greeting, secret)
             connection.send(encode_frame(Type.HELLO, said), deadline)
-            header, meta = connection.receive(deadline)
-            if header.type != Type.WELCOME or header.data_bytes:
-                raise WireError(f"a {header.type.name} frame instead of a welcome")
+            _, meta = connection.receive(deadline, Type.WELCOME)
             return connection, Welcome.decode(meta, greeting, said, secret)
         except BaseException:
             connection.close()

@@ -30,6 +30,8 @@ from headwater.stores.url import StoreUrl
 IDLE_S = 30.0
 """A connection that nobody used for so long is closed."""
 CONNECT_S = 1.0
+HELLO_S = 3.0
+"""Of silence in a handshake: a host that accepts connections and says nothing is not waited for as long as a read."""
 QUESTIONS = 4
 """Connections beside those for reads, at most."""
 DEFAULT_CONNECTIONS = 4
@@ -152,7 +154,10 @@ class Channels:
         if left_s <= 0:
             raise PeerTimeoutError("there was no time left to connect")
         settings = LinkSettings(
-            secret=self.settings.secret, tls=self.settings.tls, connect_s=min(CONNECT_S, left_s), io_s=left_s
+            secret=self.settings.secret,
+            tls=self.settings.tls,
+            connect_s=min(CONNECT_S, left_s),
+            io_s=min(HELLO_S, left_s),
         )
         server = int.from_bytes(secrets.token_bytes(8), "little") | 1
         scope, described = (bytes(32), b"") if space is None else (space.scope, describe(space))

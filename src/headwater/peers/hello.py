@@ -103,6 +103,11 @@ class Hello:
     """Identity, spec and chunk size as JSON; empty where the role needs no space."""
     version: int = VERSION
 
+    @property
+    def caller(self) -> tuple[Role, int, int]:
+        """Who it is: role, server and rank."""
+        return self.role, self.server, self.rank
+
     def encode(self, greeting: bytes, secret: bytes | None) -> bytes:
         """The meta part of a HELLO frame, with the proof that answers a greeting."""
         body = self._body()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, WireError
 from headwater.kv.encoding import stored_extent_bytes
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
@@ -56,8 +56,8 @@ class Part:
     reservation: Reservation
     place: Place
     tiles_left: int
-    done: set[int] = field(default_factory=set)
-    """Layers that have come."""
+    begun: set[int] = field(default_factory=set)
+    """Layers that have come, or are coming."""
     num_users: int = 0
     """Threads that receive into the extent now."""
     is_closed: bool = False
@@ -109,7 +109,9 @@ class Landing:
             if filling is not None:
                 owned = shard.owned(chunk.number)[0]
                 is_taken = filling.is_dead or any(_overlap(owned, part.shard) for part in filling.parts)
-                if is_taken or filling.server != server:
+                # Another length, say, would lie beyond the end of the extent.
+                is_other = filling.chunk != chunk or filling.space is not space or filling.server != server
+                if is_taken or is_other:
                     found[i] = Status.BUSY
                 continue
             room -= stored_extent_bytes(space.spec, chunk.num_tokens)
@@ -127,12 +129,12 @@ class Landing:
         shard: Shard,
     ) -> None:
         opened = space.reserve([chunks[i] for i in wanted], Shard(range(1), range(1)), deadline_s=RESERVE_S)
-        places = space.places(opened)
-        good = [
-            row for row, (r, place) in enumerate(zip(opened, places, strict=True)) if place is not None and not r.status
-        ]
-        whole = Shard(range(space.spec.num_layers), range(space.spec.num_kv_heads))
-        noted = dict(zip(good, space.noted([opened[row] for row in good], whole), strict=True))
+        try:
+            places, noted = self._look_at(space, opened)
+        except BaseException:
+            space.close_all(opened)
+            self._untidy.append(space)
+            raise
         refused = list[Reservation]()
         with self._lock:
             for row, (i, reservation, place) in enumerate(zip(wanted, opened, places, strict=True)):
@@ -148,6 +150,16 @@ class Landing:
                     continue
                 refused.append(reservation)
         space.close_all(refused)
+
+    @staticmethod
+    def _look_at(space: Space, opened: Sequence[Reservation]) -> tuple[list[Place | None], dict[int, int]]:
+        """Where each reserved chunk lies, and by row of those that can be filled how many tiles somebody has noted."""
+        places = space.places(opened)
+        good = [
+            row for row, (r, place) in enumerate(zip(opened, places, strict=True)) if place is not None and not r.status
+        ]
+        whole = Shard(range(space.spec.num_layers), range(space.spec.num_kv_heads))
+        return places, dict(zip(good, space.noted([opened[row] for row in good], whole), strict=True))
 
     def _part(
         self,
@@ -173,13 +185,18 @@ class Landing:
         return part
 
     # ---- filling ------------------------------------------------------------------------------------------------
-    def enter(self, part: Part) -> bool:
-        """Before receiving into a part's extent; False where the chunk is dead and the bytes are for nobody."""
+    def enter(self, parts: Sequence[tuple[Part, Sequence[int]]]) -> list[bool]:
+        """Before receiving layers into parts' extents; False where the chunk is dead and the bytes are for nobody.
+
+        Raises WireError, and enters none, where one of the layers has come or is coming: it may be in use by now."""
         with self._lock:
-            if part.filling.is_dead or part.is_closed:
-                return False
-            part.num_users += 1
-            return True
+            if any(not part.begun.isdisjoint(layers) for part, layers in parts):
+                raise WireError("tiles that have come already")
+            alive = [not part.filling.is_dead and not part.is_closed for part, _ in parts]
+            for (part, layers), is_alive in zip(parts, alive, strict=True):
+                part.begun.update(layers)
+                part.num_users += is_alive
+        return alive
 
     def leave(self, parts: Iterable[Part]) -> None:
         """After it. Dead chunks that nobody receives into any more are buried now."""
@@ -211,7 +228,6 @@ class Landing:
                     lost.append(filling)
                     continue
                 part.tiles_left -= tiles
-                part.done.update(layout.shard.layers)
                 filling.tiles_left -= tiles
                 filling.touched_s = now
                 if not filling.tiles_left and self._fillings.get(filling.chunk.key) is filling:

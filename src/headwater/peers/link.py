@@ -73,8 +73,10 @@ class Link:
         self._silence_s = 5.0
         self._spoke_s = 0.0
         self._number = 0
-        self._asked: dict[int, Callable[[bytes], None]] = {}
-        """Requests without an answer, by number."""
+        self._asked: dict[int, tuple[Callable[[bytes], None], int]] = {}
+        """Requests without an answer, by number, each with the bytes of its data."""
+        self._owed_s = 0.0
+        """Since when the peer owes an answer: its last one, or the first request after that."""
         self._heard: deque[tuple[Callable[[bytes], None], bytes]] = deque()
         """Answers that have come, in their order."""
         self._batches: list[Batch] = []
@@ -140,7 +142,7 @@ class Link:
             if self._lane.has_buffered:
                 return
             poller.register(self._lane.fileno(), select.POLLIN)
-        wait_s = min(self._silence_s / 4, 1.0) if self._batches else 10.0
+        wait_s = min(self._silence_s / 4, 1.0) if self._batches or self._asked else 10.0
         if not self._inbox:
             poller.poll(wait_s * 1000)
         try:
@@ -159,6 +161,8 @@ class Link:
         for batch in [b for b in self._batches if now - b.transfer.used_s > _PATIENCE_S]:
             self._counts["chunks_stale"] += batch.drop_from(0)
             self._finish(batch)
+        if self._asked and now - self._owed_s > self._settings.io_s + sum([s for _, s in self._asked.values()]) / 10e6:
+            raise PeerTimeoutError("the peer answers nothing any more")
         if self._batches and self._lane is not None and now - self._spoke_s > self._silence_s / 4:
             self._request(Type.PING, b"", lambda body: None)
 
@@ -401,7 +405,9 @@ class Link:
         assert self._lane is not None
         self._number += 1
         number = self._number & 0xFFFFFFFF
-        self._asked[number] = answered
+        if not self._asked:
+            self._owed_s = time.monotonic()
+        self._asked[number] = answered, data_bytes
         frame = encode_frame(kind, meta, data_bytes=data_bytes, number=number)
         self._lane.send(frame, self._deadline(data_bytes), pieces)
         self._spoke_s = time.monotonic()
@@ -420,11 +426,11 @@ class Link:
     def _collect(self) -> None:
         while self._lane is not None and (self._lane.has_buffered or _readable(self._lane)):
             header, body = self._lane.receive(time.monotonic() + self._settings.io_s)
-            answered = self._asked.pop(header.number, None)
-            if header.type != Type.ANSWER or header.data_bytes or answered is None:
+            asked = self._asked.pop(header.number, None)
+            if header.type != Type.ANSWER or header.data_bytes or asked is None:
                 raise WireError(f"a {header.type.name} frame that nobody asked for")
-            self._num_failures = 0
-            self._heard.append((answered, body))
+            self._num_failures, self._owed_s = 0, time.monotonic()
+            self._heard.append((asked[0], body))
 
     def _disconnect(self) -> None:
         lane, self._lane = self._lane, None

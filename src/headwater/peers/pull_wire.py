@@ -46,6 +46,7 @@ _EVENT = struct.Struct("<QB8sII32sQ")
 _PLACE = struct.Struct("<Q32s")
 _TAIL, _PINNED, _LEASED = 1, 2, 4
 _MAX_TAILS = 64
+_READ_STATUSES = frozenset((Status.OK, Status.MISS, Status.DAMAGED, Status.TIMEOUT))
 
 
 def _times(count: int, most: int) -> int:
@@ -81,8 +82,8 @@ def decode_run_answer(meta: bytes, num_keys: int) -> Run:
     length, count = cursor.unpack(_RUN_ANSWER)
     tails = np.frombuffer(cursor.take(4 * _times(count, _MAX_TAILS)), "<u4").tolist()
     cursor.end()
-    if length > num_keys:
-        raise WireError(f"a run of {length} chunks of {num_keys}")
+    if length > num_keys or 0 in tails:
+        raise WireError(f"a run of {length} chunks of {num_keys}, with tails of {tails} tokens")
     return Run(length, tuple(tails))
 
 
@@ -113,7 +114,7 @@ def decode_ages(meta: bytes, count: int) -> list[int]:
     if len(meta) != 4 * count:
         raise WireError(f"an answer about {len(meta) // 4} chunks of {count}")
     now = time.time_ns()
-    return [0 if not age else now - (age - 1) * 10**9 for age in np.frombuffer(meta, "<u4").tolist()]
+    return [0 if not age else max(1, now - (age - 1) * 10**9) for age in np.frombuffer(meta, "<u4").tolist()]
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -172,8 +173,8 @@ def decode_read_answer(meta: bytes, count: int, num_tiles: int) -> tuple[list[St
 
 
 def decode_statuses(meta: bytes, count: int) -> list[Status]:
-    """A byte for each chunk. Raises WireError."""
-    if len(meta) != count or max(meta, default=0) > max(Status):
+    """A byte for each chunk: OK, or why there is nothing to read. Raises WireError."""
+    if len(meta) != count or not _READ_STATUSES.issuperset(meta):
         raise WireError("an answer that does not fit its question")
     return [Status(code) for code in meta]
 

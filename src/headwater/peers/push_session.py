@@ -28,6 +28,8 @@ from headwater.pool.space import Space
 from headwater.stores.base import Status
 
 MAX_PUTS = 1024
+MAX_OPEN_CHUNKS = 1 << 16
+"""Of all puts of a session, whether they were wanted or not: each costs this process memory until the END."""
 _SCRATCH_BYTES = 1 << 20
 _ANSWER_S = 5.0
 
@@ -59,6 +61,8 @@ class PushSession:
         self._space = space
         self._landing = landing
         self._puts: dict[int, OpenPut] = {}
+        self._opening: set[int] = set()
+        """Numbers of puts whose chunks are being reserved."""
         self._lock = threading.Lock()
         self._lanes: list[Connection] = []
         self._is_over = False
@@ -108,20 +112,30 @@ class PushSession:
         spec, shard = self._space.spec, put.shard
         if shard.layers.stop > spec.num_layers or shard.heads.stop > spec.num_kv_heads or not shard.num_tiles:
             raise WireError(f"a put of layers {shard.layers} and heads {shard.heads} of {spec}")
-        if put.encoding != RAW or put.put in self._puts:
-            raise WireError("a put in an unknown encoding, or under a number that is taken")
-        if len(self._puts) >= MAX_PUTS:
-            raise PeerRefusedError(f"{MAX_PUTS} puts are open", Refusal.TOO_MANY)
-        self._space.adopt(put.chunks[0].root, put.root_payload)
-        parts = self._landing.reserve(self, self.hello.server, self._space, put.chunks, shard)
-        there = [chunk for chunk, part in zip(put.chunks, parts, strict=True) if part == Status.EXISTS]
-        if there:  # about to be read: not the next to be evicted
-            self._space.lease(Match((there[-1],)), f"peer-{id(self)}").release()
         with self._lock:
-            if not self._is_over:
-                self._puts[put.put] = OpenPut(put.chunks, shard, parts)
-        if self._is_over:
-            self._landing.abort_parts([part for part in parts if isinstance(part, Part)])
+            if put.encoding != RAW or put.put in self._puts or put.put in self._opening:
+                raise WireError("a put in an unknown encoding, or under a number that is taken")
+            num_chunks = sum([len(other.chunks) for other in self._puts.values()])
+            if len(self._puts) + len(self._opening) >= MAX_PUTS or num_chunks > MAX_OPEN_CHUNKS:
+                raise PeerRefusedError(f"{MAX_PUTS} puts, or {MAX_OPEN_CHUNKS} chunks, are open", Refusal.TOO_MANY)
+            self._opening.add(put.put)
+        parts: list[Part | Status] = []
+        is_open = False
+        try:
+            self._space.adopt(put.chunks[0].root, put.root_payload)
+            parts = self._landing.reserve(self, self.hello.server, self._space, put.chunks, shard)
+            there = [chunk for chunk, part in zip(put.chunks, parts, strict=True) if part == Status.EXISTS]
+            if there:  # about to be read: not the next to be evicted
+                self._space.lease(Match((there[-1],)), f"peer-{id(self)}").release()
+            with self._lock:
+                is_open = not self._is_over
+                if is_open:
+                    self._puts[put.put] = OpenPut(put.chunks, shard, parts)
+        finally:
+            with self._lock:
+                self._opening.discard(put.put)
+            if not is_open:
+                self._landing.abort_parts([part for part in parts if isinstance(part, Part)])
         return bytes([Status.OK if isinstance(part, Part) else part for part in parts])
 
     def _data(self, lane: Connection, data: Data, num_bytes: int, deadline: float) -> bytes:
@@ -138,9 +152,9 @@ class PushSession:
             num_sums += layout.num_tiles
         if size != num_bytes or num_sums != data.sums.size:
             raise WireError(f"data of {num_bytes} bytes and {data.sums.size} checksums; expected {size} and {num_sums}")
-        if any(p.part is not None and not p.part.done.isdisjoint(p.layout.shard.layers) for p in pieces):
-            raise WireError("tiles that have come already")
-        entered = [p for p in pieces if p.part is not None and p.layout.num_bytes and self._landing.enter(p.part)]
+        wanted = [(p, p.part) for p in pieces if p.part is not None and p.layout.num_bytes]
+        alive = self._landing.enter([(part, p.layout.shard.layers) for p, part in wanted])
+        entered = [p for (p, _), is_alive in zip(wanted, alive, strict=True) if is_alive]
         inside = {p.number for p in entered}
         targets: list[memoryview] = []
         for piece in pieces:

@@ -325,7 +325,7 @@ class PeerStore:
             names = [field.name for field in fields(StoreStats) if field.name not in ("url", "tiers")]
             figures: dict[str, Any] = {name: int(found[name]) for name in names}
             return StoreStats(str(self.url), **figures)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise WireError("a peer's figures cannot be read") from error
 
     def counts(self) -> Counter[str]:

@@ -25,7 +25,6 @@ from headwater.errors import (
     PeerGoneError,
     PeerRefusedError,
     PeerTimeoutError,
-    WireError,
 )
 from headwater.peers.address import PeerAddress, is_loopback
 from headwater.peers.carriers import tcp
@@ -181,7 +180,14 @@ class Receiver:
                 sock.close()
                 continue
             self.counts["accepted"] += 1
-            threading.Thread(target=self._serve, args=(sock,), name="headwater-peer", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(sock,), name="headwater-peer", daemon=True).start()
+            except RuntimeError as error:  # out of threads: this caller tries again
+                log.warning("a peer's connection failed: %s", error)
+                with self._lock:
+                    self._num_strangers -= 1
+                self.counts["refused_too_many"] += 1
+                sock.close()
 
     def _keep_house(self) -> None:
         while not self._closing.wait(_SWEEP_S):
@@ -251,9 +257,7 @@ class Receiver:
         greeting: Greeting = new_greeting(secret)
         said = greeting.encode()
         lane.send(encode_frame(Type.GREETING, said), deadline)
-        header, meta = lane.receive(deadline)
-        if header.type != Type.HELLO or header.data_bytes:
-            raise WireError(f"a {header.type.name} frame instead of a hello")
+        _, meta = lane.receive(deadline, Type.HELLO)  # nothing else of a stranger's is taken into memory
         hello = Hello.decode(meta, said, secret)
         session = self._session(hello, lane)
         welcome = Welcome(int(self.settings.silence_s * 1000), self.landing.share_bytes)
@@ -273,11 +277,10 @@ class Receiver:
         replaced: list[Session] = []
         with self._lock:
             session = self._sessions.get(hello.session)
+            if session is not None and (session.hello.caller, session.hello.scope) != (hello.caller, hello.scope):
+                raise PeerRefusedError("that session is another caller's", Refusal.NOT_OURS)
             if session is None:
-                mine = (hello.role, hello.server, hello.rank)
-                replaced = [
-                    old for old in self._sessions.values() if (old.hello.role, old.hello.server, old.hello.rank) == mine
-                ]
+                replaced = [old for old in self._sessions.values() if old.hello.caller == hello.caller]
                 session = self._sessions[hello.session] = make(self, hello, space)
         for old in replaced:
             self._drop(old)

@@ -178,13 +178,14 @@ class PullSession(Lanes):
 
     def _judge(self, read: Read) -> list[Status]:
         """A caller's copies did not verify: what is damaged here is removed, and counted."""
-        left_s = min(read.within_ms / 1000, _LONGEST_READ_S)
+        deadline = time.monotonic() + min(read.within_ms / 1000, _LONGEST_READ_S)
         statuses = []
-        if not self._slow.acquire(timeout=left_s):
+        if not self._slow.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise PeerTimeoutError("too many reads at once")
         try:
             for chunk in read.chunks:
                 piece = Piece(chunk, read.shard, self._space.empty(chunk, read.shard))
+                left_s = max(0.0, deadline - time.monotonic())
                 statuses.append(self._store.judge(self._root(chunk.root), piece, left_s))
         finally:
             self._slow.release()

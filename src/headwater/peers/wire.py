@@ -243,9 +243,11 @@ class Put:
             raise
         except (struct.error, ValueError) as error:
             raise WireError(f"a put that cannot be: {error}") from error
+        split = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        if len({root, parent, *split}) < count + 1 + (parent != root):
+            raise WireError("a put names a chunk twice")
         chunks = list[ChunkRef]()
-        for i in range(count):
-            key = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
+        for i, key in enumerate(split):
             tokens = last if i == count - 1 else chunk_tokens
             chunks.append(ChunkRef(key, parent, number + i, (number + i) * chunk_tokens, tokens, root))
             parent = key

@@ -159,6 +159,8 @@ class Follower:
                 return
             _, first = follow.segments.pop(id(segment))
             start = self._shard.layers.index(segment.layers[0])
+            if start:
+                num_good = self._num_same(follow, first, num_good)
             for mark in follow.marks[first : first + num_good]:
                 if mark.num_placed == start:  # else a segment before this one was lost
                     mark.num_placed = start + len(segment.layers)
@@ -166,6 +168,17 @@ class Follower:
                 follow.is_stopped |= segment.is_damaged
                 self._take_back(follow, first + num_good)
             self._changed.notify_all()
+
+    def _num_same(self, follow: Follow, first: int, count: int) -> int:
+        """How many of some chunks, from the first on, are still the copies that they were begun with. One that is has
+        been so all the time; another one's layers must not follow those of the first."""
+        try:
+            found = self._space.arrived(follow.chunks[first : first + count], self._shard)
+        except HeadwaterError:
+            return 0
+        marks = follow.marks[first : first + count]
+        differ = (i for i, (now, mark) in enumerate(zip(found, marks, strict=True)) if now.record_id != mark.record_id)
+        return next(differ, count)
 
     @staticmethod
     def _take_back(follow: Follow, number: int) -> None:

@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
-from headwater.errors import PeerError, PeerGoneError, PeerRefusedError, PeerTimeoutError
+from headwater.errors import PeerError, PeerGoneError, PeerRefusedError, PeerTimeoutError, WireError
 from headwater.peers.address import PeerAddress
 from headwater.peers.wire import HEADER, Header, Type, decode_header, decode_refusal
 
@@ -67,11 +67,12 @@ class Connection:
         return self._sock.sendmsg(pieces)
 
     # ---- in -----------------------------------------------------------------------------------------------------
-    def receive(self, deadline: float) -> tuple[Header, bytes]:
-        """The next frame's header and meta; its data is the caller's to take. REFUSE is raised as PeerRefusedError."""
+    def receive(self, deadline: float, kind: Type | None = None) -> tuple[Header, bytes]:
+        """The next frame's header and meta; its data is the caller's to take. REFUSE is raised as PeerRefusedError.
+        With `kind`, nothing of any other frame is taken, and none that has data."""
         raw = bytearray(HEADER.size)
         self.receive_into([memoryview(raw)], deadline)
-        return self.receive_meta(bytes(raw), deadline)
+        return self.receive_meta(bytes(raw), deadline, kind)
 
     def await_header(self, is_over: Callable[[], bool]) -> bytes:
         """The next header, however long it takes; PeerTimeoutError once `is_over`, asked every tick, says so."""
@@ -90,9 +91,11 @@ class Connection:
                 raise PeerGoneError(f"the peer is gone: {error.strerror or error}") from error
         return bytes(raw)
 
-    def receive_meta(self, raw: bytes, deadline: float) -> tuple[Header, bytes]:
+    def receive_meta(self, raw: bytes, deadline: float, kind: Type | None = None) -> tuple[Header, bytes]:
         """The rest of a frame whose header has come."""
         header = decode_header(raw)
+        if kind is not None and (header.type not in (kind, Type.REFUSE) or header.data_bytes):
+            raise WireError(f"a {header.type.name} frame instead of a {kind.name}")
         meta = bytearray(header.meta_bytes)
         self.receive_into([memoryview(meta)], deadline)
         header.check(meta)

@@ -1,0 +1,164 @@
+"""A `peer://` tier whose peer lies: whatever it answers, the reader has misses and no errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from headwater.errors import PeerError, WireError
+from headwater.kv.format import checksum
+from headwater.kv.topology import Shard, whole_shard
+from headwater.peers import pull_wire, wire
+from headwater.peers.carriers.tcp import Connection
+from headwater.peers.hello import Welcome, new_greeting
+from headwater.peers.reader import open_source
+from headwater.pool import open_pool
+from headwater.stores.base import Piece, Run, Status
+from headwater.stores.stats import StoreStats
+from headwater.stores.url import parse_url
+from peer_cases import CHUNK, check_arrived, nothing_pending, open_space, prompt, two_pools
+
+from support import local_tiles, wait_until
+
+
+def test_an_age_before_the_epoch() -> None:
+    ages = pull_wire.decode_ages(np.array([0, 1, (1 << 32) - 1], "<u4").tobytes(), 3)
+    assert ages[0] == 0
+    assert all(0 < age <= time.time_ns() for age in ages[1:])
+
+
+class Liar:
+    """A listener that welcomes everybody, and answers each request with what it is told to: (meta, data)."""
+
+    def __init__(self, answer: Callable[[wire.Header, bytes], tuple[bytes, bytes]]) -> None:
+        self._answer = answer
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.url = f"peer://127.0.0.1:{self._server.getsockname()[1]}?lookup=5"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._server.accept()
+                threading.Thread(target=self._serve, args=(Connection(sock),), daemon=True).start()
+
+    def _serve(self, lane: Connection) -> None:
+        with contextlib.suppress(PeerError):
+            end = time.monotonic() + 30
+            greeting = new_greeting(None).encode()
+            lane.send(wire.encode_frame(wire.Type.GREETING, greeting), end)
+            _, hello = lane.receive(end)
+            lane.send(wire.encode_frame(wire.Type.WELCOME, Welcome(5000, 1).encode(greeting, hello, None)), end)
+            while True:
+                header, meta = lane.receive(end)
+                body, data = self._answer(header, meta)
+                frame = wire.encode_frame(wire.Type.ANSWER, body, data_bytes=len(data), number=header.number)
+                lane.send(frame, end, [memoryview(data)] if data else ())
+        lane.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+
+@pytest.fixture
+def liar() -> Iterator[Callable[[Callable[[wire.Header, bytes], tuple[bytes, bytes]]], Liar]]:
+    made: list[Liar] = []
+
+    def make(answer: Callable[[wire.Header, bytes], tuple[bytes, bytes]]) -> Liar:
+        made.append(Liar(answer))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("figure", [float("inf"), float("nan"), "x", None, []])
+def test_figures_that_are_none(figure: object, liar: Callable[..., Liar]) -> None:
+    figures = {field.name: figure for field in fields(StoreStats)}
+    store = open_source(parse_url(liar(lambda *_: (json.dumps(figures).encode(), b"")).url))
+    with pytest.raises(WireError):
+        store.stats()
+    store.close()
+
+
+@pytest.mark.parametrize("status", [s for s in Status if s != Status.OK])
+def test_a_status_that_is_no_answer_to_a_read_is_none(status: Status, liar: Callable[..., Liar]) -> None:
+    """A read is OK or it is not; that something was stored, or is busy, is no answer to it."""
+    with two_pools() as (one, _):
+        here = open_space(one)
+        (chunk,) = prompt(here, 1)
+        store = open_source(parse_url(liar(lambda *_: (bytes([status]), b"")).url))
+        store.check_space(here.ref)
+        shard = whole_shard(here.spec)
+        (found,) = store.read(here.root(), [Piece(chunk, shard, here.empty(chunk, shard))], 5.0)
+        assert found in (Status.MISS, Status.DAMAGED, Status.TIMEOUT)
+        store.close()
+
+
+def test_a_peer_that_says_anything_costs_misses(liar: Callable[..., Liar]) -> None:
+    """Noise for every answer: nothing is found, nothing raised, and what was reserved comes back."""
+    noise = random.Random(5)
+
+    def answer(header: wire.Header, meta: bytes) -> tuple[bytes, bytes]:
+        return noise.randbytes(noise.choice([0, 1, 4, 8, 9, 12, 64, 200])), noise.randbytes(noise.choice([0, 0, 7]))
+
+    url = f"memory://?capacity=16MiB,{liar(answer).url}"
+    with open_pool(url) as pool:
+        here = open_space(pool)
+        for seed in range(30):
+            keys = here.keys([seed, *range(1, 3 * CHUNK + 5)])
+            chunks = prompt(here, 3, seed=seed)
+            here.match(keys)
+            out = [here.empty(chunk, whole_shard(here.spec)) for chunk in chunks]
+            assert Status.OK not in here.read(chunks, whole_shard(here.spec), out, deadline_s=2.0)
+        nothing_pending(pool)
+
+
+@pytest.mark.parametrize("age", [1, 1 << 31, (1 << 32) - 1])
+def test_a_peer_whose_chunks_are_of_any_age(age: int, liar: Callable[..., Liar]) -> None:
+    """Right tiles from a peer whose clock is not: they are used."""
+    shard = Shard(range(6), range(4))
+    with open_pool("memory://?capacity=16MiB") as theirs:
+        space = open_space(theirs)
+        chunks = prompt(space, 2)
+
+        def answer(header: wire.Header, meta: bytes) -> tuple[bytes, bytes]:
+            if header.type == wire.Type.RUN:
+                num_keys = len(pull_wire.decode_run(meta)[1])
+                return pull_wire.encode_run_answer(Run(min(2, num_keys), (CHUNK, (1 << 32) - 1))), b""
+            if header.type == wire.Type.EXISTS:
+                pairs, _ = pull_wire.decode_exists(meta)
+                return np.array([age] * len(pairs), "<u4").tobytes(), b""
+            if header.type == wire.Type.READ:
+                read = pull_wire.Read.decode(meta, CHUNK, 6, 4)
+                tiles = [local_tiles(space.spec, chunk, read.shard) for chunk in read.chunks]
+                sums = [np.array([checksum(t) for t in one.reshape(-1, one.shape[-1])], "<u8") for one in tiles]
+                body = pull_wire.encode_read_answer([Status.OK] * len(tiles), sums)
+                return body, b"".join([one.tobytes() for one in tiles])
+            return b"", b""
+
+        with open_pool(f"memory://?capacity=16MiB,{liar(answer).url}") as pool:
+            here = open_space(pool)
+            assert here.match(here.keys([0, *range(1, 2 * CHUNK + 9)])).num_tokens == 2 * CHUNK
+            check_arrived(here, chunks, shard)
+            nothing_pending(pool)
+            wait_until(lambda: pool.stats().store.chunks == 2, 10.0, "they are in the own first tier")
+
+
+def test_a_tail_without_tokens_ends_no_look_up(liar: Callable[..., Liar]) -> None:
+    body = pull_wire.encode_run_answer(Run(1, (0, 3)))
+    with open_pool(f"memory://?capacity=16MiB,{liar(lambda *_: (body, b'')).url}") as pool:
+        here = open_space(pool)
+        assert here.match(here.keys(range(2 * CHUNK + 9))).num_tokens == 0
