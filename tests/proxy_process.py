@@ -18,9 +18,11 @@ TIMEOUT_S = 60.0
 
 
 class ProxyProcess:
-    """The command, on a free port."""
+    """The command, on a free port. Short prompts are prefilled elsewhere, too, unless something else is asked for."""
 
     def __init__(self, *args: str) -> None:
+        if "--prefill" in args and "--min-prefill-tokens" not in args:
+            args = (*args, "--min-prefill-tokens", "0")
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "headwater", *args, "--port", "0"],

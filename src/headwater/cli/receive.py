@@ -43,6 +43,9 @@ def receive(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     url = DEFAULT_URL if url is None else url
+    scheme = parse_urls(url)[0].scheme
+    if scheme == "memory":
+        raise InvalidArgumentError("memory:// is private to one process; a receiver needs a pool that others open, too")
     with open_pool(url) as pool:
         home = _home(url)
         receiver = Receiver(pool, parse_address(listen), settings)
@@ -52,6 +55,8 @@ def receive(
         else:
             share_text = format_size(receiver.landing.share_bytes)
             typer.echo(f"listening on {receiver.address}; peers may have {share_text} pending", err=True)
+            if scheme != "shm":
+                typer.echo(f"peers can only read a {scheme}:// pool; pushes need shm://", err=True)
         try:
             while not stop.wait(_LOOK_S):
                 if _home(url) != home:

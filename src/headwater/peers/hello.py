@@ -126,9 +126,13 @@ class Hello:
         proof, body = meta[:PROOF_BYTES], meta[PROOF_BYTES:]
         _check_version(body)
         if not hmac.compare_digest(proof, prove(secret, _CLIENT, greeting, body)):
-            given = "none" if proof == _NO_PROOF else "another one"
-            wanted = "none" if secret is None else "its own"
-            raise PeerRefusedError(f"the caller has {given} for a secret, the listener {wanted}", Refusal.SECRET)
+            if secret is None:
+                reason = "the caller has a secret, and this peer has none"
+            elif proof == _NO_PROOF:
+                reason = "this peer wants a secret (secret_file=FILE in a URL, --peer-secret-file FILE of a server)"
+            else:
+                reason = "the caller's secret is not this peer's"
+            raise PeerRefusedError(reason, Refusal.SECRET)
         cursor = Cursor(body)
         version, role, lane, _, session, server, rank, nonce, scope, size = _HELLO.unpack(cursor.take(_HELLO.size))
         space = cursor.take(size)

@@ -109,6 +109,8 @@ class Proxy:
         assert isinstance(choice.server, Server)
         if not call.is_single:
             return "many"
+        if choice.uncached_tokens < self.config.min_prefill_tokens:
+            return "short"
         share = choice.uncached_tokens / max(1, choice.num_tokens)
         if choice.uncached_tokens < self.config.skip_prefill_tokens and share <= self.config.skip_prefill_share:
             return "short"

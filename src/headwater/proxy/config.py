@@ -75,6 +75,8 @@ class ProxyConfig:
     """`cost`, or `round-robin` to compare with."""
     tokenizer: str | None = None
     """The model's directory or GGUF file; None: prompts are told apart by their text."""
+    min_prefill_tokens: int = 256
+    """A prompt with fewer uncached tokens on its decode server is always prefilled there: it is less than a chunk."""
     skip_prefill_tokens: int = 2048
     skip_prefill_share: float = 0.7
     """A prompt with fewer uncached tokens on its decode server, and no larger uncached share, is prefilled there."""

@@ -267,5 +267,5 @@ def _zmq() -> Any:
         import zmq
         import zmq.asyncio
     except ImportError as error:
-        raise BackendError("vLLM's events need the pyzmq package: pip install 'headwater[vllm-events]'") from error
+        raise BackendError("vLLM's events need the pyzmq package: pip install pyzmq") from error
     return zmq
