@@ -421,6 +421,12 @@ def test_clear_refuses_digits_that_begin_two_digests(cli: Cli, place: Place) -> 
     assert remaining(cli, place) == ["one"]
 
 
+def test_nobody_can_push_into_memory_of_one_process(cli: Cli) -> None:
+    result = cli("pool", "receive", "memory://", "--listen", "127.0.0.1:0")
+    assert result.code == 1
+    assert "private to one process" in result.err
+
+
 class Terminal(io.StringIO):
     """Somebody who types an answer."""
 
