@@ -231,7 +231,8 @@ def test_a_prefill_server_that_is_down_costs_nothing_and_another_one_takes_its_p
 def test_a_decode_server_that_fails_before_its_first_byte_is_replaced(
     upstream: Any, proxy: Any, how: Behaviour, stream: bool
 ) -> None:
-    bad, good, prefill = upstream(how, peer="bad:1"), upstream(partial(answers, name="g"), peer="good:1"), upstream()
+    good = upstream(partial(answers, name="g", delay_s=0.3), peer="good:1")  # later than prefill is asked
+    bad, prefill = upstream(how, peer="bad:1"), upstream()
     front = proxy("proxy", "--decode", bad.url, good.url, "--prefill", prefill.url, "--health-interval", "100")
     if not stream and how in (dies_after_head, says_it_failed):
         pytest.skip("only streams fail so")
@@ -244,8 +245,11 @@ def test_a_decode_server_that_fails_before_its_first_byte_is_replaced(
     assert bad.completions, "it was never tried"
     # A connection that was idle and is found closed is tried once more on a new one, which is no other server.
     assert 1 <= front.metric("headwater_proxy_retries_total") <= len(bad.completions)
-    pushed = [asked.params["push_to"] for asked in prefill.completions]
-    assert pushed.count("good:1") >= 6, "the push follows the request"
+
+    def num_pushed() -> int:
+        return [asked.params["push_to"] for asked in prefill.completions].count("good:1")
+
+    wait_until(lambda: num_pushed() >= 6, WAIT_S, "the push follows the request")
 
 
 def test_a_decode_server_that_is_down_gets_nothing_and_comes_back(upstream: Any, proxy: Any) -> None:

@@ -126,16 +126,19 @@ class ReceiverChild:
     def _keep(self) -> None:
         listen = self._spec.listen
         while not self._stop.is_set():
-            self._run(ReceiverSpec(self._spec.pool, listen, self._spec.secret_file))
+            code = self._run(ReceiverSpec(self._spec.pool, listen, self._spec.secret_file))
             self._first.set()
             if not self.address and not self.num_restarts:
                 return  # it could not begin at all
             listen = self.address or listen  # a port that was chosen for us stays the same
             if not self._stop.wait(self._restart_s):
                 self.num_restarts += 1
-                logging.getLogger("headwater").warning("the receiver of peers has died and is started again")
+                # Who stops all processes of a server stops this one, too, and the server a moment later.
+                level = logging.WARNING if code else logging.INFO
+                logging.getLogger("headwater").log(level, "the receiver of peers has ended and is started again")
 
-    def _run(self, spec: ReceiverSpec) -> None:
+    def _run(self, spec: ReceiverSpec) -> int:
+        """Until it ends; its exit status."""
         with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             self._process = process
             assert process.stdin is not None
@@ -151,6 +154,7 @@ class ReceiverChild:
                     self._first.set()
             except (OSError, ValueError):
                 process.kill()
+        return process.returncode
 
 
 if __name__ == "__main__":

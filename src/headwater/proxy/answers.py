@@ -60,7 +60,6 @@ class CompletionAnswer(Response):
         prompt = await self._proxy.keys_of(call)
         refusal: _Refusal | None = None
         tried: list[Server] = []
-        reason = "there is none"
         next_attempt = partial(self._proxy.attempt, call, prompt, self._target, self._request_headers)
         while (attempt := next_attempt(tried)) is not None:
             tried.append(attempt.server)
@@ -72,7 +71,6 @@ class CompletionAnswer(Response):
                 except UpstreamError as error:
                     attempt.server.note_failure(error)
                     log.warning("a request found no answer: %s", error)
-                    reason = str(error)
                     continue
                 if attempt.status not in RETRIED:
                     # Streams may go on for long: nothing of the request stays.
@@ -82,8 +80,8 @@ class CompletionAnswer(Response):
                     return
                 refusal = _Refusal(attempt.status, attempt.headers, attempt.body)
         if refusal is None:
-            text = f"no server answered ({len(tried)} tried; the last one: {reason}); try later"
-            raise RequestError(text, code="no_server")
+            # Why is in the log: a client need not know the servers' addresses.
+            raise RequestError(f"no server answered ({len(tried)} tried); try later", code="no_server")
         await self._refuse(refusal, send)
 
     async def _relay(self, attempt: Attempt, send: Send) -> None:
@@ -136,7 +134,6 @@ class PassedAnswer(Response):
 
     async def _run(self, send: Send) -> None:
         tried: list[Server] = []
-        reason = "there is none"
         while (server := self._proxy.any_server(tried)) is not None:
             tried.append(server)
             server.num_running += 1
@@ -145,12 +142,12 @@ class PassedAnswer(Response):
                 return
             except UpstreamError as error:
                 server.note_failure(error)
-                reason = str(error)
+                log.warning("a request found no answer: %s", error)
                 if not (error.refused or self._method == "GET") or error.heard:
                     break  # it may have done what it was asked
             finally:
                 server.num_running -= 1
-        raise RequestError(f"no server answered ({len(tried)} tried; the last one: {reason})", code="no_server")
+        raise RequestError(f"no server answered ({len(tried)} tried); try later", code="no_server")
 
     async def _pass(self, server: Server, send: Send) -> None:
         timely = self._proxy.timely
