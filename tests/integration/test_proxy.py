@@ -231,7 +231,7 @@ def test_a_prefill_server_that_is_down_costs_nothing_and_another_one_takes_its_p
 def test_a_decode_server_that_fails_before_its_first_byte_is_replaced(
     upstream: Any, proxy: Any, how: Behaviour, stream: bool
 ) -> None:
-    good = upstream(partial(answers, name="g", delay_s=0.3), peer="good:1")  # later than prefill is asked
+    good = upstream(partial(answers, name="g", delay_s=0.05), peer="good:1")  # later than prefill is asked
     bad, prefill = upstream(how, peer="bad:1"), upstream()
     front = proxy("proxy", "--decode", bad.url, good.url, "--prefill", prefill.url, "--health-interval", "100")
     if not stream and how in (dies_after_head, says_it_failed):
