@@ -104,8 +104,8 @@ POOL_METRICS: tuple[Metric, ...] = (
     _duration(
         "save",
         Source.WORKER,
-        "Time from the first copy out of the cache until a rank has stored its part, one sample per batch of chunks and "
-        "rank.",
+        "Time from the first copy out of the cache until a rank has stored its part, one sample per batch of chunks "
+        "and rank.",
     ),
     _duration("fetch", Source.SCHEDULER, "Time of a fetch from lower tiers into the first tier."),
     _worker(

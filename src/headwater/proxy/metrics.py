@@ -48,7 +48,8 @@ PREFILLS = Row(
     "headwater_proxy_prefill_total",
     "counter",
     "Prompts by where they were prefilled: remote (on a prefill server) or on the decode server, because: "
-    "short (little was uncached there), no_peer (it receives no KV), no_server (no prefill server is up), many (several prompts in one request).",
+    "short (little was uncached there), no_peer (it receives no KV), "
+    "no_server (no prefill server is up), many (several prompts in one request).",
     ("decision",),
 )
 PROMPT_TOKENS = Row(
