@@ -269,7 +269,7 @@ def test_health_tells_a_step_that_hangs(start: Callable[..., Server]) -> None:
     with server.connect(request({"prompt": "hang"})):
         wait_until(lambda: is_hung(server))
         assert server.metric("engine_silent_seconds") > 2
-        assert "no sign of life for" in server.http.get("/health").json()["error"]["message"]
+        assert "no heartbeat for" in server.http.get("/health").json()["error"]["message"]
         begin_s = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0

@@ -89,7 +89,7 @@ def test_bounds_and_certificates_arrive(served: list[ServerConfig]) -> None:
         (["--api-key", "k"], ""),
         (["--host", "0.0.0.0", "--api-key", "k"], "the API key crosses the network in plain text"),
         (["--host", "0.0.0.0", "--api-key", "k", "--ssl-certfile", "c"], ""),
-        (["--host", "0.0.0.0", "--insecure"], "everybody who can reach this address"),
+        (["--host", "0.0.0.0", "--insecure"], "anyone who can reach this address"),
     ],
 )
 def test_what_crosses_a_network_unprotected_is_said(

@@ -35,7 +35,7 @@ def chat(
     top_k: TopK = SamplingParams.top_k,
     seed: Seed = None,
 ) -> None:
-    """Talk to a model. What was said before is in the prefix cache, so only what is new is computed."""
+    """Chat with a model in the terminal; only new turns are computed."""
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,

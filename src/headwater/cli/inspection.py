@@ -55,11 +55,11 @@ def _stats_rows(s: StoreStats) -> list[tuple[str, str, str]]:
             size(s.index_used_bytes),
             f"{s.index_used_bytes / max(s.index_bytes, 1):.1%} of {size(s.index_bytes)}",
         ),
-        ("processes", f"{s.members - 1:,}", "that have it open, besides this one"),
+        ("processes", f"{s.members - 1:,}", "that have it open, not counting this one"),
         ("stored", f"{s.stored:,}", f"chunks since it was created, {size(s.stored_bytes)}"),
-        ("evicted", f"{s.evicted:,}", "chunks, to make room"),
-        ("damaged", f"{s.damaged:,}", "chunks, found and removed"),
-        ("aborted", f"{s.aborted:,}", "chunks whose writing was aborted"),
+        ("evicted", f"{s.evicted:,}", "chunks, to free space"),
+        ("damaged", f"{s.damaged:,}", "chunks, detected and removed"),
+        ("aborted", f"{s.aborted:,}", "chunks whose write was aborted"),
         ("rebuilds", f"{s.rebuilds:,}", "of the index, after a crash or damage"),
     ]
 

@@ -104,7 +104,9 @@ def check_unambiguous(selection: Selection, rows: Iterable[RootRow]) -> None:
     """Refuse digits that begin several digests: what is removed must be what was meant."""
     meant = sorted({w for row in rows if selection.names_weights(w := weights_of(row.space))})
     if len(meant) > 1:
-        raise InvalidArgumentError(f"{selection.identity!r} begins {len(meant)} digests: {', '.join(meant)}; give more")
+        raise InvalidArgumentError(
+            f"{selection.identity!r} matches {len(meant)} digests: {', '.join(meant)}; give more digits"
+        )
 
 
 def chunk_as_dict(chunk: ChunkInfo) -> dict[str, Any]:

@@ -33,13 +33,13 @@ def _seconds(text: str) -> _Row:
 
 OPTIONS: dict[str, _Row] = {
     "host": _Row(str, typer.Option(help="Address to listen on.")),
-    "port": _Row(int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")),
+    "port": _Row(int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free port.")),
     "api_key": _Row(
         str | None,
         typer.Option(
             envvar="HEADWATER_API_KEY",
             show_envvar=True,
-            help="What clients must send as `Authorization: Bearer KEY`; it is passed on to the servers.",
+            help="Key that clients send as `Authorization: Bearer KEY`; passed on to the servers.",
         ),
     ),
     "admin_key": _Row(
@@ -47,41 +47,37 @@ OPTIONS: dict[str, _Row] = {
         typer.Option(
             envvar="HEADWATER_ADMIN_KEY",
             show_envvar=True,
-            help="Key for /admin (drain a server); without it, /admin is off.",
+            help="Key for /admin (to drain servers); without it, /admin is off.",
         ),
     ),
-    "insecure": _Row(bool, typer.Option("--insecure", help="Serve other machines without asking for a key.")),
+    "insecure": _Row(bool, typer.Option("--insecure", help="Serve other machines without a key.")),
     "policy": _Row(str, typer.Option(metavar="|".join(POLICIES), help="How to choose a server.")),
     "tokenizer": _Row(
         str | None,
         typer.Option(
             metavar="DIR|FILE|NAME",
-            help="The model's tokenizer, which servers' events need; without it, prompts are compared by text.",
+            help="The model's tokenizer; required for events. Without it, prompts are compared as text.",
         ),
     ),
-    "max_attempts": _Row(
-        int, typer.Option(min=1, help="Decode servers that one request is sent to, until one answers.")
-    ),
-    "connect_timeout_s": _seconds("For a connection to a server."),
-    "first_byte_timeout_s": _seconds("For the first byte of a stream, or the whole of another answer."),
-    "idle_timeout_s": _seconds("Between two pieces of an answer."),
-    "health_interval_s": _seconds("Between two health checks of a server."),
-    "health_timeout_s": _seconds("For one health check."),
-    "drain_timeout_s": _seconds("That streams may go on after SIGTERM."),
-    "max_requests": _Row(int, typer.Option(min=1, help="Requests at a time; more are refused with status 429.")),
-    "max_body_bytes": _Row(int, typer.Option(min=1, help="Size of one request; a larger one gets status 413.")),
-    "max_total_body_bytes": _Row(int, typer.Option(min=1, help="Size of all requests that wait for a first byte.")),
-    "max_connections": _Row(int, typer.Option(min=1, help="Connections of clients at a time.")),
-    "header_timeout_s": _seconds("That a client may take to send the headers of a request."),
-    "history_blocks": _Row(int, typer.Option(min=2, help="Blocks of prompts to remember, for servers without events.")),
-    "history_age_s": _seconds("That they are remembered."),
+    "max_attempts": _Row(int, typer.Option(min=1, help="Decode servers to try for one request.")),
+    "connect_timeout_s": _seconds("Time to connect to a server."),
+    "first_byte_timeout_s": _seconds("Time to the first byte of a stream, or to the end of another answer."),
+    "idle_timeout_s": _seconds("Time between two pieces of an answer."),
+    "health_interval_s": _seconds("Time between two health checks of a server."),
+    "health_timeout_s": _seconds("Time for one health check."),
+    "drain_timeout_s": _seconds("Time that streams have to end after SIGTERM."),
+    "max_requests": _Row(int, typer.Option(min=1, help="Concurrent requests; more get status 429.")),
+    "max_body_bytes": _Row(int, typer.Option(min=1, help="Size of one request body; larger ones get status 413.")),
+    "max_total_body_bytes": _Row(int, typer.Option(min=1, help="Size of all bodies whose answer has not begun.")),
+    "max_connections": _Row(int, typer.Option(min=1, help="Concurrent client connections.")),
+    "header_timeout_s": _seconds("Time to receive the headers of a request."),
+    "history_blocks": _Row(int, typer.Option(min=2, help="Prompt blocks to remember for servers without events.")),
+    "history_age_s": _seconds("Time that prompt blocks are remembered."),
     "upstream_ca": _Row(str | None, typer.Option(metavar="FILE", help="Certificates to trust for https:// servers.")),
     "ssl_certfile": _Row(
-        str | None, typer.Option(metavar="FILE", help="Speak HTTPS with this certificate chain (PEM).")
+        str | None, typer.Option(metavar="FILE", help="Serve HTTPS with this certificate chain (PEM).")
     ),
-    "ssl_keyfile": _Row(
-        str | None, typer.Option(metavar="FILE", help="Its private key; if not given, in the same file.")
-    ),
+    "ssl_keyfile": _Row(str | None, typer.Option(metavar="FILE", help="Private key; default: in the same file.")),
 }
 """Settings of both commands, by the names of ProxyConfig's fields; seconds lose their `_s`."""
 
@@ -145,19 +141,19 @@ def proxy(
         typer.Option("--prefill", metavar="SERVER...", help="Servers that compute prompts and push their KV."),
     ] = None,
     min_prefill_tokens: Annotated[
-        int, typer.Option(min=0, help="Prompts with fewer uncached tokens on their decode server always stay there.")
+        int, typer.Option(min=0, help="Prompts with fewer uncached tokens always stay on their decode server.")
     ] = ProxyConfig.min_prefill_tokens,
     skip_prefill_tokens: Annotated[
-        int, typer.Option(min=0, help="So do prompts with fewer than this, if their uncached share is small.")
+        int, typer.Option(min=0, help="Prompts with fewer uncached tokens stay if their uncached share is small.")
     ] = ProxyConfig.skip_prefill_tokens,
     skip_prefill_share: Annotated[
-        float, typer.Option(min=0, max=1, help="The uncached share of a prompt that counts as small.")
+        float, typer.Option(min=0, max=1, help="Largest uncached share of a prompt that counts as small.")
     ] = ProxyConfig.skip_prefill_share,
     wait: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="That decode waits for KV that prefill was asked to push.")
+        float, typer.Option(min=0, metavar="SECONDS", help="Time that decode waits for KV from prefill.")
     ] = ProxyConfig.wait_s,
 ) -> None:
-    """Prefill on some servers, decode on others: OpenAI's API in front of both."""
+    """Route requests like `router`, and prefill long prompts on other servers."""
     _run(
         ProxyConfig(
             decode=tuple(map(ServerSpec.parse, decode)),
@@ -176,7 +172,7 @@ def router(
     settings: dict[str, Any],
     servers: Annotated[list[str], typer.Argument(metavar="SERVER...", help=f"{SERVER_HELP}.")],
 ) -> None:
-    """Send each request to the server that has most of its prompt and least to do: OpenAI's API in front of several."""
+    """Route each request to the server with most of its prompt cached and least work queued."""
     _run(ProxyConfig(decode=tuple(map(ServerSpec.parse, servers)), **settings))
 
 
@@ -188,7 +184,7 @@ def _run(config: ProxyConfig) -> None:
 
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     if config.insecure and config.api_key is None:
-        typer.echo("warning: --insecure: everybody who can reach this address can ask the servers", err=True)
+        typer.echo("warning: --insecure: anyone who can reach this address can use the servers", err=True)
     hooks = ProxyHooks(
         on_ready=_print_ready,
         on_stopping=lambda count: typer.echo(f"stopping: {plural(count, 'request')} to be answered", err=True),

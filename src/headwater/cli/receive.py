@@ -45,7 +45,9 @@ def receive(
     url = DEFAULT_URL if url is None else url
     scheme = parse_urls(url)[0].scheme
     if scheme == "memory":
-        raise InvalidArgumentError("memory:// is private to one process; a receiver needs a pool that others open, too")
+        raise InvalidArgumentError(
+            "memory:// is private to one process; a receiver needs a pool that other processes can open, e.g. shm:///headwater"
+        )
     with open_pool(url) as pool:
         home = _home(url)
         receiver = Receiver(pool, parse_address(listen), settings)
@@ -60,7 +62,7 @@ def receive(
         try:
             while not stop.wait(_LOOK_S):
                 if _home(url) != home:
-                    raise StoreError(f"{url} was removed under its receiver; start it again for the pool that is there")
+                    raise StoreError(f"{url} was removed while its receiver ran; restart the receiver")
         finally:
             receiver.close()
             stats = receiver.stats()

@@ -132,7 +132,7 @@ class Proxy:
             async with asyncio.timeout(limit_s):
                 return await work
         except TimeoutError:
-            raise UpstreamError(f"nothing came for {limit_s:g} s", heard=True) from None
+            raise UpstreamError(f"nothing arrived for {limit_s:g} s", heard=True) from None
 
     # ---- endpoints ----------------------------------------------------------------------------------------------
     async def chat(self, request: Request) -> Response:
@@ -147,7 +147,7 @@ class Proxy:
         """Whatever else servers offer: to any one of them, as it is."""
         path = request.url.path
         if path in NOT_PASSED:
-            raise RequestError(f"{shown(path)} changes one server; ask that server itself", code="not_found")
+            raise RequestError(f"{shown(path)} changes one server; send it to that server directly", code="not_found")
         room = self._budget.room()
         with room.released_on_error():
             body = await self._body(request, room)
@@ -183,7 +183,7 @@ class Proxy:
             raise RequestError('expected {"server": URL}', param="server") from None
         found = self.fleet.find(name)
         if not found:
-            raise RequestError(f"there is no server {shown(name)} here", param="server", code="not_found")
+            raise RequestError(f"there is no server {shown(name)}", param="server", code="not_found")
         for server in found:
             server.is_draining = request.url.path == "/admin/drain"
         return _json({"servers": [server.as_json() for server in found]})
@@ -202,7 +202,7 @@ class Proxy:
     async def _body(self, request: Request, room: BodyRoom) -> bytes:
         limit = self.config.max_body_bytes
         too_large = RequestError(
-            f"the body is larger than the {limit} bytes this proxy takes", code="request_too_large"
+            f"the body is larger than {limit} bytes, the limit of this proxy", code="request_too_large"
         )
         if int(request.headers.get("content-length", 0)) > limit:  # the parser has checked that it is a number
             raise too_large
@@ -226,7 +226,7 @@ class Proxy:
     def admitted(self) -> Any:
         """A place among the requests that are taken at a time. Raises RequestError ("overloaded")."""
         if self.num_requests >= self.config.max_requests:
-            text = f"{self.num_requests} requests are with the servers and no more are taken now; try later"
+            text = f"{self.num_requests} requests are in progress, which is the limit of this proxy; try again later"
             raise RequestError(text, code="overloaded")
         self.num_requests += 1
         try:
@@ -313,7 +313,7 @@ def _require_key(app: ASGIApp, api_key: str, is_for: Any) -> ASGIApp:
 
 def _guard_admin(app: ASGIApp, admin_key: str | None) -> ASGIApp:
     async def refused(scope: Scope, receive: Receive, send: Send) -> None:
-        error = RequestError("this proxy was started without --admin-key; it cannot be administered", code="not_found")
+        error = RequestError("/admin is off, because this proxy was started without --admin-key", code="not_found")
         await _refuse(error, scope, receive, send)
 
     guarded = refused if admin_key is None else _require_key(app, admin_key, is_for=lambda path: True)

@@ -125,7 +125,7 @@ class _Server:
             raise client.death
         if client.silent_s > self._config.engine_timeout_s:
             text = (
-                f"the engine gave no sign of life for {client.silent_s:.1f} s; expected one within "
+                f"the engine sent no heartbeat for {client.silent_s:.1f} s; expected one within "
                 f"{self._config.engine_timeout_s:g} s"
             )
             raise RequestError(text, code="engine_hung")
@@ -162,7 +162,7 @@ class _Server:
     async def _body(self, request: Request, room: BodyRoom) -> bytes:
         limit = self._config.max_body_bytes
         too_large = RequestError(
-            f"the body is larger than the {limit} bytes this server takes", code="request_too_large"
+            f"the body is larger than {limit} bytes, the limit of this server", code="request_too_large"
         )
         # The parser has checked that it is a number.
         if int(request.headers.get("content-length", 0)) > limit:
@@ -182,7 +182,7 @@ class _Server:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._config.served_model_name:
-            text = f"there is no model {shown(name)} here; this server has {self._config.served_model_name!r}"
+            text = f"there is no model {shown(name)}; this server has {self._config.served_model_name!r}"
             raise RequestError(text, param="model", code="model_not_found")
 
     def _card(self) -> dict[str, Any]:

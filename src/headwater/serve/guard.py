@@ -34,7 +34,7 @@ def require_json(app: ASGIApp, refuse: Refuse) -> ASGIApp:
                 return
             coding = _header(scope, b"content-encoding")
             if coding.strip().lower() not in ("", "identity"):
-                text = f"the content encoding is {shown(coding)}; send the body as it is"
+                text = f"the content encoding is {shown(coding)}; expected an uncompressed body"
                 await refuse(RequestError(text, code="unsupported_media_type"), scope, receive, send)
                 return
         await app(scope, receive, send)
@@ -62,7 +62,7 @@ def keep_pages_out(app: ASGIApp, bound_to: str, refuse: Refuse) -> ASGIApp:
                 await refuse(RequestError(text, code="host_not_allowed"), scope, receive, send)
                 return
             if origin and not (_is_same(origin, host) or is_known(_origin_hostname(origin))):
-                text = f"the web page {shown(origin)} may not use this server; it asks for no API key"
+                text = f"the web page {shown(origin)} may not use this server, because it runs without an API key"
                 await refuse(RequestError(text, code="origin_not_allowed"), scope, receive, send)
                 return
         await app(scope, receive, send)

@@ -11,21 +11,20 @@ from headwater.cli.output import console, print_json
 
 
 def demo(
-    tokens: Annotated[int, typer.Option(min=300, max=120_000, help="Tokens in the document, about.")] = 4000,
+    tokens: Annotated[int, typer.Option(min=300, max=120_000, help="Approximate tokens in the document.")] = 4000,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="DIR|FILE|NAME",
-            help="A model of yours; if not given SmolLM2, or where that is missing a small one with random weights.",
+            help="Model to run; default: SmolLM2, or a small model with random weights if that is missing.",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Device to run on.")] = "auto",
     disaggregated: Annotated[
         bool,
         typer.Option(
             "--disaggregated",
-            help="Instead: a prefill and a decode server with pools of their own, a proxy before them, and what the "
-            "decode server is spared.",
+            help="Show prefill and decode on two servers with separate pools, behind a proxy.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
