@@ -28,7 +28,10 @@ def bench_store(
     redis: Annotated[bool, typer.Option("--redis/--no-redis", help="Compare with Redis and Mooncake servers.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
 ) -> None:
-    """Measure reads, writes and lookups of the pool against the speed of the memory."""
+    """Measure the pool against the speed of the memory.
+
+    Reads and writes tiles, looks prompts up among a million chunks, and compares with Redis and Mooncake.
+    """
     from headwater.bench import store
     from headwater.cli.output import print_json
 
@@ -56,8 +59,10 @@ def bench_engine(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
 ) -> None:
-    """Serve many requests and a long prompt next to transformers, and measure steps and kernels against the GPU's own
-    limits and against torch's."""
+    """Measure the engine against transformers and the GPU's limits.
+
+    Serves many requests and a long prompt on the CPU; runs steps and kernels on the GPU, also against torch's.
+    """
     from headwater.cli.output import print_json
     from headwater.errors import InvalidArgumentError
 
@@ -91,7 +96,7 @@ def bench_transfer(
     pairs: Annotated[int, typer.Option(help="Alternating rounds.", min=1)] = 7,
     quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
 ) -> None:
-    """Measure saving a GPU's KV to a pool and loading it, against one large copy."""
+    """Measure saves and loads of a GPU's KV against one large copy."""
     from headwater.cli.output import print_json
 
     with needs_extra("engine"):
@@ -133,7 +138,10 @@ def bench_router(
         bool, typer.Option("--quick", help="Run small and without real servers, as a smoke test.")
     ] = False,
 ) -> None:
-    """Measure routing by cached tokens against round-robin and an ideal index."""
+    """Measure routing by cached tokens against round-robin.
+
+    Also against an index without delay: cached tokens, balance and cost.
+    """
     from headwater.cli.output import print_json
 
     with needs_extra("proxy"):
@@ -160,7 +168,10 @@ def bench_ttft(
     device: Annotated[str, typer.Option(help="cpu: run the GPU's part on the CPU, in float32; for --quick.")] = "cuda",
     quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
 ) -> None:
-    """Measure the time to the first token of a prompt that another server has computed, against computing it."""
+    """Measure the time to the first token of a pool hit.
+
+    Compares with computing the same prompt.
+    """
     from headwater.cli.output import print_json
 
     with needs_extra("engine"):
@@ -188,7 +199,10 @@ def bench_fleet(
     flips: Annotated[int, typer.Option(help="Bits to flip in stored chunks.", min=0)] = 1200,
     quick: Annotated[bool, typer.Option("--quick", help="A smoke test of seconds.")] = False,
 ) -> None:
-    """Run many clients on shared memory, files and Redis while bits are flipped; compare every byte."""
+    """Run many clients on three tiers while bits are flipped.
+
+    The tiers are shared memory, files and Redis; every byte is compared.
+    """
     from headwater.bench import fleet as bench
     from headwater.cli.output import console, print_json, table
 

@@ -47,7 +47,9 @@ def bench_vllm(
     profile: Annotated[bool, typer.Option("--profile", help="GPU: also profile a pool hit.")] = False,
     cpu_trial: Annotated[bool, typer.Option("--cpu-trial", hidden=True)] = False,
 ) -> None:
-    """Measure the time to the first token of a pool hit in vLLM, and the cost of saving. Takes half an hour or more.
+    """Measure the time to the first token of a pool hit in vLLM.
+
+    Also measures the cost of saving. Takes half an hour or more.
 
     With --device cuda: an 8B-class Llama on a GPU, beside plain vLLM, its OffloadingConnector and LMCache.
     """

@@ -15,7 +15,10 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Replace the checkpoint that DIR holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
 ) -> None:
-    """Write a GGUF model as a Hugging Face checkpoint: config, tokenizer and safetensors."""
+    """Convert a GGUF model to a Hugging Face checkpoint.
+
+    Writes config, tokenizer and safetensors.
+    """
     from headwater.cli.engine_options import needs_extra
     from headwater.cli.output import plural, print_json, progress
     from headwater.models.catalog import find_in_catalog

@@ -38,7 +38,10 @@ def ls(
     identity: Identity = None,
     as_json: Json = False,
 ) -> None:
-    """List what a pool holds, most recently used first: one row per model, tenant and adapter."""
+    """List what a pool holds, most recently used first.
+
+    One row per model, tenant and adapter, or per chunk with --chunks.
+    """
     from headwater.cli.inspection import list_chunks, list_roots
     from headwater.cli.listing import Selection
 
@@ -47,7 +50,10 @@ def ls(
 
 @pool_app.command()
 def verify(url: Url = None, as_json: Json = False) -> None:
-    """Verify every byte and record, and remove damaged chunks. Exit code 1 if there were any."""
+    """Verify every byte and record, and remove damaged chunks.
+
+    Exit code 1 if anything was wrong.
+    """
     from headwater.cli.inspection import verify_pool
 
     raise typer.Exit(0 if verify_pool(url, as_json) else 1)
@@ -64,7 +70,10 @@ def clear(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove all chunks, or those of one tenant or model; or delete the pool itself."""
+    """Remove chunks from a pool, or delete the pool itself.
+
+    Removes all chunks, or those of one tenant or model. Asks for confirmation.
+    """
     from headwater.cli.clear import delete_pool, forget
     from headwater.cli.listing import Selection
 
@@ -86,7 +95,10 @@ def events(
     seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this many seconds; default: never.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each event as one line of JSON.")] = False,
 ) -> None:
-    """Print the events of a pool: chunks stored, removed and cleared, by tier."""
+    """Print the events of a pool as they happen.
+
+    Chunks stored, removed and cleared, by tier.
+    """
     from headwater.cli.events import show_events
 
     show_events(url, since, seconds, as_json)
@@ -115,7 +127,10 @@ def receive(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Let other hosts push KV into a pool and pull from it, until SIGTERM. See docs/disaggregation.md."""
+    """Let other hosts push KV into a pool and pull from it.
+
+    Runs until SIGTERM. See docs/disaggregation.md.
+    """
     from headwater.cli.receive import receive as serve_peers
 
     serve_peers(url, listen, secret_file, space or [], share, (tls_cert, tls_key, tls_ca), as_json)
@@ -128,7 +143,9 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the demo's own pool.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write KV as one topology, read it as two others, and compare every byte.
+    """Write KV as one topology and read it as two others.
+
+    Compares every byte.
 
     Eight processes write as TP=4 × PP=2; eight read as TP=8 × PP=1 and three as TP=1 × PP=3, with other block sizes.
     """

@@ -153,7 +153,10 @@ def proxy(
         float, typer.Option(min=0, metavar="SECONDS", help="Time that decode waits for KV from prefill.")
     ] = ProxyConfig.wait_s,
 ) -> None:
-    """Route requests like `router`, and prefill long prompts on other servers."""
+    """Route requests, and prefill long prompts on other servers.
+
+    Chooses servers as `router` does. Prefill servers push the KV of a prompt to the server that decodes.
+    """
     _run(
         ProxyConfig(
             decode=tuple(map(ServerSpec.parse, decode)),
@@ -172,7 +175,10 @@ def router(
     settings: dict[str, Any],
     servers: Annotated[list[str], typer.Argument(metavar="SERVER...", help=f"{SERVER_HELP}.")],
 ) -> None:
-    """Route each request to the server with most of its prompt cached and least work queued."""
+    """Route each request to the server with the best cache for it.
+
+    That is the server with most of the prompt cached and least work queued.
+    """
     _run(ProxyConfig(decode=tuple(map(ServerSpec.parse, servers)), **settings))
 
 

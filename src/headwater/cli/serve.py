@@ -102,7 +102,10 @@ def serve(
         bool, typer.Option("--no-pool", rich_help_panel=PANEL, help="Use no pool: share and keep nothing.")
     ] = False,
 ) -> None:
-    """Serve a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
+    """Serve a model with OpenAI's API.
+
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
+    """
     with needs_extra():
         from headwater.peers.hello import read_secret
         from headwater.serve.server import Hooks, run_server

@@ -29,7 +29,9 @@ def demo(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
 ) -> None:
-    """Start two servers on one pool, ask both about a long document, and show what the second one saved.
+    """Show two servers that share one pool.
+
+    Asks both about a long document, and prints what the second one saved.
 
     Exit code 1 if the second server did not find the document, or answered something else.
     """
