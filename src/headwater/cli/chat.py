@@ -71,7 +71,7 @@ def _converse(model: LocalModel, params: SamplingParams, opening: list[dict[str,
                 try:
                     said = _say(model, params, asked)
                 except RequestError as error:
-                    typer.echo(f"error: {one_line(error)}; /reset begins anew", err=True)
+                    typer.echo(f"error: {one_line(error)}; /reset starts a new conversation", err=True)
                     continue
                 turns = [*asked, {"role": "assistant", "content": said}]
 

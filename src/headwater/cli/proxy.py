@@ -193,7 +193,7 @@ def _run(config: ProxyConfig) -> None:
         typer.echo("warning: --insecure: anyone who can reach this address can use the servers", err=True)
     hooks = ProxyHooks(
         on_ready=_print_ready,
-        on_stopping=lambda count: typer.echo(f"stopping: {plural(count, 'request')} to be answered", err=True),
+        on_stopping=lambda count: typer.echo(f"stopping: {plural(count, 'request')} still in progress", err=True),
     )
     with needs_extra("proxy"):
         code = run_proxy(config, hooks=hooks)

@@ -70,7 +70,7 @@ class CompletionAnswer(Response):
                     await attempt.begin()
                 except UpstreamError as error:
                     attempt.server.note_failure(error)
-                    log.warning("a request found no answer: %s", error)
+                    log.warning("a request was not answered: %s", error)
                     continue
                 if attempt.status not in RETRIED:
                     # Streams may go on for long: nothing of the request stays.
@@ -95,7 +95,7 @@ class CompletionAnswer(Response):
             async for piece in attempt.pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except UpstreamError as error:
-            log.warning("an answer broke off: %s", error)
+            log.warning("an answer was cut off: %s", error)
             if not self._streams:
                 return  # incomplete, which ends the connection: half an answer must not look like one
             event = b"data: " + error_reply(RequestError(f"the answer was cut off: {error}", code="no_server")).body
@@ -142,7 +142,7 @@ class PassedAnswer(Response):
                 return
             except UpstreamError as error:
                 server.note_failure(error)
-                log.warning("a request found no answer: %s", error)
+                log.warning("a request was not answered: %s", error)
                 if not (error.refused or self._method == "GET") or error.heard:
                     break  # it may have done what it was asked
             finally:
@@ -161,7 +161,7 @@ class PassedAnswer(Response):
                 while piece := await timely(reply.read(), first=False):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             except UpstreamError as error:
-                log.warning("an answer broke off: %s", error)
+                log.warning("an answer was cut off: %s", error)
                 return
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:

@@ -104,7 +104,7 @@ class Feed:
             except (HeadwaterError, OSError) as error:
                 if str(error) != reported:
                     reported = str(error)
-                    log.warning("events of %s: %s; until they are back, what was sent counts", self.source.name, error)
+                    log.warning("events of %s: %s; using history until they are back", self.source.name, error)
             finally:
                 self._believe(False)
                 self.source.close()
@@ -210,7 +210,7 @@ async def follow_servers(
         if (address := server.spec.pool or server.spec.events) is not None:
             shared.setdefault(address, []).append(server)
     if shared and not has_tokens:
-        log.warning("events name blocks of tokens, which need --tokenizer; servers are chosen by what was sent to them")
+        log.warning("events need --tokenizer, because they refer to tokens; servers are chosen by history")
         shared = {}
     feeds = []
     for group in shared.values():
