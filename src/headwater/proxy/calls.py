@@ -93,7 +93,7 @@ class CallBody:
         try:
             params = _fields.decode(given)
         except msgspec.MsgspecError:
-            raise RequestError(f"{PARAMS} must be an object", param=PARAMS) from None
+            raise RequestError(f"{PARAMS} is not an object", param=PARAMS) from None
         params.pop(OURS, None)
         return params
 

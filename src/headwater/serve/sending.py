@@ -27,7 +27,7 @@ def impatient(send: Send) -> Send:
                 await send(message)
         except TimeoutError:
             raise ClientStalledError(
-                f"the client read nothing for {SEND_TIMEOUT_S:g} s; the connection is closed"
+                f"the client read nothing for {SEND_TIMEOUT_S:g} s; its request is aborted"
             ) from None
 
     async def in_pieces(message: Message) -> None:
