@@ -217,7 +217,7 @@ class Reply:
                 if not data and not self._has_heard:
                     raise UpstreamError(f"{url} closed the connection without a reply")
         except h11.RemoteProtocolError as error:
-            raise UpstreamError(f"{url} sent a malformed or incomplete HTTP reply: {error}", heard=True) from error
+            raise UpstreamError(f"{url} sent what is no HTTP reply, or half of one: {error}", heard=True) from error
         except OSError as error:
             raise UpstreamError(f"{url} broke off: {error}", heard=self._has_heard) from error
         if isinstance(event, h11.ConnectionClosed):
