@@ -96,9 +96,7 @@ def needs_extra(extra: str = "serve") -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "headwater":
             raise
-        raise EngineError(
-            f"the package {error.name} is not installed; pip install '/path/to/headwater[{extra}]'"
-        ) from error
+        raise EngineError(f"the package {error.name} is not installed; pip install 'headwater[{extra}]'") from error
 
 
 def _parameter(name: str, row: _Row) -> inspect.Parameter:
