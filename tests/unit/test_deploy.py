@@ -111,6 +111,10 @@ def test_our_services_are_started_as_the_command_allows(name: str) -> None:
     check_options(made["command"])
     assert (ROOT / "deploy" / made["build"]["context"] / made["build"]["dockerfile"]).exists()
     assert ":?" in made["environment"]["HEADWATER_API_KEY"], "nobody starts it without a key by oversight"
+    assert "/health" in made["healthcheck"]["test"][-1]
+    compile(made["healthcheck"]["test"][-1], name, "exec")
+    port = made["command"][made["command"].index("--port") + 1]
+    assert made["environment"].get("HEADWATER_PORT", "8000") == port
 
 
 def test_two_servers_share_through_redis_and_a_router_knows_both() -> None:
