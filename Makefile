@@ -29,7 +29,7 @@ demo: $(SERVE_STAMP)  ## two servers on one pool: what the second one saves
 	$(BIN)/headwater demo $(ARGS)
 
 demo-pd: $(SERVE_STAMP)  ## prefill and decode in two servers behind a proxy: what decode is spared (under 2 minutes)
-	$(BIN)/headwater demo --disaggregated --tokens 2000 $(ARGS)
+	$(BIN)/headwater demo --disaggregated $(ARGS)
 
 # Two at a time at first: the unit tests keep one core busy, and so does vLLM, which mostly starts.
 test: lint redis-server  ## lint, types, coverage, every test but the two long suites below

@@ -679,7 +679,7 @@ def app(args, **settings):
     except SystemExit:
         raise TypeError("expected a message argument") from None
 
-headwater.cli.app.app = app
+headwater.cli.app.command = lambda: app
 cli.main()
 """
     result = finish(start(code=script))

@@ -15,6 +15,7 @@ import typer
 from headwater.cli.engine_options import engine_options, needs_extra
 from headwater.cli.generate import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, MaxTokens, Seed, System, Temperature, TopK, TopP
 from headwater.cli.output import one_line, progress
+from headwater.cli.usage import reading_options
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import SamplingParams
 from headwater.errors import RequestError
@@ -36,13 +37,14 @@ def chat(
     seed: Seed = None,
 ) -> None:
     """Chat with a model in the terminal; only new turns are computed."""
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=secrets.randbits(62) if seed is None else seed,
-    )
+    with reading_options():
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=secrets.randbits(62) if seed is None else seed,
+        )
     with needs_extra():
         from headwater.serve.local import LocalModel
 

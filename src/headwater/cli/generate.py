@@ -11,6 +11,7 @@ import typer
 
 from headwater.cli.engine_options import engine_options, needs_extra
 from headwater.cli.output import one_line, print_json, progress
+from headwater.cli.usage import reading_options
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import SamplingParams
 from headwater.errors import InvalidArgumentError
@@ -35,7 +36,7 @@ DEFAULT_TOP_P = 1.0
 @engine_options
 def generate(
     config: EngineConfig,
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")],
     max_tokens: MaxTokens = 256,
     temperature: Temperature = DEFAULT_TEMPERATURE,
     top_p: TopP = DEFAULT_TOP_P,
@@ -48,18 +49,19 @@ def generate(
 ) -> None:
     """Generate one answer and stream it to the terminal."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    if not text:
-        raise InvalidArgumentError("the prompt is empty; expected some text, as an argument or on stdin")
-    if raw and system is not None:
-        raise InvalidArgumentError("--system needs the chat template; leave out --raw")
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=secrets.randbits(62) if seed is None else seed,
-        stop=tuple(stop or ()),
-    )
+    with reading_options():
+        if not text:
+            raise InvalidArgumentError("the prompt is empty; expected some text, as an argument or on stdin")
+        if raw and system is not None:
+            raise InvalidArgumentError("--system needs the chat template; leave out --raw")
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=secrets.randbits(62) if seed is None else seed,
+            stop=tuple(stop or ()),
+        )
     with needs_extra():
         from headwater.serve.local import LocalModel
 

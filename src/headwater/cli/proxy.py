@@ -12,13 +12,15 @@ from typer.core import TyperCommand
 
 from headwater.cli.engine_options import needs_extra
 from headwater.cli.output import one_line, plural
+from headwater.cli.usage import choice, plain, reading_options
 from headwater.proxy.config import POLICIES, ProxyConfig, ServerSpec
 
 if TYPE_CHECKING:
     from headwater.proxy.fleet import Fleet
 
 SERVER_HELP = (
-    "URL[,peer=HOST:PORT][,weight=N][,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT]][,pool=POOL]; several may follow"
+    "a URL, and behind it, with commas and without spaces between them, any of peer=HOST:PORT, weight=N, "
+    "events=tcp://HOST:PORT, replay=tcp://HOST:PORT and (last) pool=POOL; several may follow"
 )
 
 
@@ -51,7 +53,7 @@ OPTIONS: dict[str, _Row] = {
         ),
     ),
     "insecure": _Row(bool, typer.Option("--insecure", help="Serve other machines without a key.")),
-    "policy": _Row(str, typer.Option(metavar="|".join(POLICIES), help="How to choose a server.")),
+    "policy": _Row(choice(*POLICIES), typer.Option(help="How to choose a server.")),
     "tokenizer": _Row(
         str | None,
         typer.Option(
@@ -106,7 +108,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapper(**given: Any) -> None:
         own = {name: given[name] for name in parameters}
-        settings = {name: given[name.removesuffix("_s")] for name in OPTIONS}
+        settings = {name: plain(given[name.removesuffix("_s")]) for name in OPTIONS}
         command(**own, settings=settings)
 
     parameters = {
@@ -134,7 +136,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 def proxy(
     settings: dict[str, Any],
     decode: Annotated[
-        list[str], typer.Option("--decode", metavar="SERVER...", help=f"Servers that answer: {SERVER_HELP}.")
+        list[str], typer.Option("--decode", metavar="SERVER...", help=f"Servers that answer, each {SERVER_HELP}.")
     ],
     prefill: Annotated[
         list[str] | None,
@@ -157,29 +159,42 @@ def proxy(
 
     Chooses servers as `router` does. Prefill servers push the KV of a prompt to the server that decodes.
     """
-    _run(
-        ProxyConfig(
-            decode=tuple(map(ServerSpec.parse, decode)),
-            prefill=tuple(map(ServerSpec.parse, prefill or [])),
+    with reading_options():
+        config = ProxyConfig(
+            decode=_servers(decode),
+            prefill=_servers(prefill or []),
             min_prefill_tokens=min_prefill_tokens,
             skip_prefill_tokens=skip_prefill_tokens,
             skip_prefill_share=skip_prefill_share,
             wait_s=wait,
             **settings,
         )
-    )
+    _run(config)
 
 
 @_with_options
 def router(
     settings: dict[str, Any],
-    servers: Annotated[list[str], typer.Argument(metavar="SERVER...", help=f"{SERVER_HELP}.")],
+    servers: Annotated[list[str], typer.Argument(metavar="SERVER", help=f"Each {SERVER_HELP}.")],
 ) -> None:
     """Route each request to the server with the best cache for it.
 
     That is the server with most of the prompt cached and least work queued.
     """
-    _run(ProxyConfig(decode=tuple(map(ServerSpec.parse, servers)), **settings))
+    with reading_options():
+        config = ProxyConfig(decode=_servers(servers), **settings)
+    _run(config)
+
+
+def _servers(texts: list[str]) -> tuple[ServerSpec, ...]:
+    """What the command line names. Raises InvalidArgumentError also for a pool that could never be opened."""
+    specs = tuple(map(ServerSpec.parse, texts))
+    for spec in specs:
+        if spec.pool is not None:
+            from headwater.stores.config import find_pool  # it brings numpy, which --help must not
+
+            find_pool(spec.pool)
+    return specs
 
 
 def _run(config: ProxyConfig) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import typer
 
 from headwater.cli.output import plural, print_json
+from headwater.cli.usage import reading_options
 from headwater.errors import InvalidArgumentError, StoreError
 from headwater.peers.address import parse_address
 from headwater.peers.hello import read_secret
@@ -33,9 +34,13 @@ def receive(
     as_json: bool,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then everything that peers have not finished is aborted."""
+    with reading_options():
+        scopes, address = tuple(_scope(text) for text in spaces), parse_address(listen)
+        if tls[0] is None and any(tls):
+            raise InvalidArgumentError("--tls-key and --tls-ca need --tls-cert")
     settings = ReceiverSettings(
         secret=None if secret_file is None else read_secret(secret_file),
-        scopes=tuple(_scope(text) for text in spaces),
+        scopes=scopes,
         share=share,
         tls=server_tls(*tls),
     )
@@ -50,7 +55,7 @@ def receive(
         )
     with open_pool(url) as pool:
         home = _home(url)
-        receiver = Receiver(pool, parse_address(listen), settings)
+        receiver = Receiver(pool, address, settings)
         receiver.start()
         if as_json:
             print_json({"listening": str(receiver.address), "share_bytes": receiver.landing.share_bytes})

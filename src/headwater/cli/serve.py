@@ -12,6 +12,7 @@ import typer
 
 from headwater.cli.engine_options import PANEL, engine_options, needs_extra
 from headwater.cli.output import one_line, progress
+from headwater.cli.usage import reading_options
 from headwater.engine.config import EngineConfig
 from headwater.errors import InvalidArgumentError
 from headwater.serve.addresses import is_loopback
@@ -110,28 +111,31 @@ def serve(
         from headwater.peers.hello import read_secret
         from headwater.serve.server import Hooks, run_server
 
-    server = ServerConfig(
-        engine=config,
-        host=host,
-        port=port,
-        served_model_name=served_model_name,
-        api_key=api_key,
-        insecure=insecure,
-        max_waiting=max_waiting,
-        requires_cache_salt=require_cache_salt,
-        max_body_bytes=max_body_bytes,
-        max_total_body_bytes=max_total_body_bytes,
-        max_connections=max_connections,
-        header_timeout_s=header_timeout,
-        engine_timeout_s=engine_timeout,
-        peer_listen=peer_listen,
-        ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile,
-    )
+    with reading_options():
+        server = ServerConfig(
+            engine=config,
+            host=host,
+            port=port,
+            served_model_name=served_model_name,
+            api_key=api_key,
+            insecure=insecure,
+            max_waiting=max_waiting,
+            requires_cache_salt=require_cache_salt,
+            max_body_bytes=max_body_bytes,
+            max_total_body_bytes=max_total_body_bytes,
+            max_connections=max_connections,
+            header_timeout_s=header_timeout,
+            engine_timeout_s=engine_timeout,
+            peer_listen=peer_listen,
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
+        )
+        if peer_listen is not None and no_pool:
+            raise InvalidArgumentError("--peer-listen needs a pool to receive into; leave --no-pool out")
+        if pool is not None and no_pool:
+            raise InvalidArgumentError("--pool and --no-pool contradict each other; give one of them")
     if config.peer_secret_file is not None:
         read_secret(config.peer_secret_file)  # here and now: a rank that cannot would only push nothing
-    if peer_listen is not None and no_pool:
-        raise InvalidArgumentError("--peer-listen needs a pool to receive into; leave out --no-pool")
     # Only now: it makes the pool if there is none.
     chosen = _choose_pool(pool, no_pool, config)
     server = replace(server, engine=replace(config, pool=chosen.url))
@@ -162,8 +166,6 @@ def _choose_pool(url: str | None, no_pool: bool, config: EngineConfig) -> PoolCh
     from headwater.serve.default_pool import PoolChoice, choose_pool
     from headwater.stores.config import find_pool
 
-    if url is not None and no_pool:
-        raise InvalidArgumentError("--pool and --no-pool contradict each other; give one of them")
     if no_pool:
         return PoolChoice(None, "none (--no-pool)")
     if url is not None:

@@ -47,8 +47,8 @@ class ServerSpec:
             url=_checked_url(url),
             peer=_checked_peer(given.get("peer")),
             weight=_checked_weight(given.get("weight", "1")),
-            events=given.get("events"),
-            replay=given.get("replay"),
+            events=_checked_events("events", given.get("events")),
+            replay=_checked_events("replay", given.get("replay")),
             pool=given.get("pool"),
         )
 
@@ -153,6 +153,18 @@ def _checked_peer(text: str | None) -> str | None:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"peer={text!r} is not an address; expected HOST:PORT")
+    return text
+
+
+def _checked_events(name: str, text: str | None) -> str | None:
+    """An address that ZMQ can connect to. vLLM binds to `*`, which only it can."""
+    if text is None:
+        return None
+    scheme, _, rest = text.partition("://")
+    host, _, port = rest.rpartition(":")
+    is_tcp = scheme == "tcp" and bool(host) and host != "*" and port.isdecimal() and 0 < int(port) < 1 << 16
+    if not (is_tcp or (scheme == "ipc" and rest)):
+        raise ConfigError(f"{name}={text!r} is no address of KV events; expected tcp://HOST:PORT or ipc://FILE")
     return text
 
 

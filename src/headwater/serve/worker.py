@@ -280,7 +280,7 @@ def _start(channel: Channel, create: Creator) -> Running | None:
     except HeadwaterError as error:
         _try_send(channel, StartFailed(str(error), type(error).__name__))
     except ImportError as error:
-        _try_send(channel, StartFailed(f"{error}; pip install '/path/to/headwater[serve]'", type(error).__name__))
+        _try_send(channel, StartFailed(f"{error}; pip install 'headwater[serve]'", type(error).__name__))
     except (BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:

@@ -6,12 +6,21 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from headwater.cli.demo.steps import Steps
 from headwater.cli.engine_options import needs_extra
 from headwater.cli.output import console, print_json
 
 
 def demo(
-    tokens: Annotated[int, typer.Option(min=300, max=120_000, help="Approximate tokens in the document.")] = 4000,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=300,
+            max=120_000,
+            help="Approximate tokens in the document; default: what this machine computes within two minutes, at most "
+            "4000.",
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -37,24 +46,26 @@ def demo(
     """
     if disaggregated:
         _demo_disaggregated(model, tokens, device, as_json)
-    with needs_extra():
+    with Steps() as steps, needs_extra():
+        steps("the demo starts")
         from headwater.cli.demo.two_servers import run_two_servers, show
 
-        outcome = run_two_servers(model, tokens, device, lambda text: typer.echo(f"… {text}", err=True))
+        outcome = run_two_servers(model, tokens, device, steps)
     if as_json:
-        print_json(outcome.as_dict())
+        print_json(outcome.as_dict() | {"seconds": round(steps.elapsed_s, 1)})
     else:
         show(outcome, console())
     raise typer.Exit(0 if outcome.correct else 1)
 
 
-def _demo_disaggregated(model: str | None, tokens: int, device: str, as_json: bool) -> NoReturn:
-    with needs_extra():
+def _demo_disaggregated(model: str | None, tokens: int | None, device: str, as_json: bool) -> NoReturn:
+    with Steps() as steps, needs_extra():
+        steps("the demo starts")
         from headwater.cli.demo.prefill_decode import run_prefill_decode, show_handover
 
-        outcome = run_prefill_decode(model, tokens, device, lambda text: typer.echo(f"… {text}", err=True))
+        outcome = run_prefill_decode(model, tokens, device, steps)
     if as_json:
-        print_json(outcome.as_dict())
+        print_json(outcome.as_dict() | {"seconds": round(steps.elapsed_s, 1)})
     else:
         show_handover(outcome, console())
     raise typer.Exit(0 if outcome.correct else 1)
