@@ -14,6 +14,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -141,18 +142,19 @@ def test_prefill_decode() -> None:
     assert "same answer: yes" in output
 
 
-@pytest.mark.usefixtures("_nothing_left")
 def test_an_example_that_is_stopped_takes_its_servers_and_its_pool_with_it() -> None:
     needs_serve()
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(EXAMPLES / "chat_two_servers.py"), "--model", "random"]
+    before = set(leftovers(MARK))
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            wait_until(lambda: any("process" in name for name in leftovers(MARK)), what="a server that loads")
+            wait_until(lambda: set(leftovers(MARK)) - before, what="a server that loads")
             process.send_signal(signal.SIGTERM)
             assert process.wait(WAIT_S) == 143
+            assert set(leftovers(MARK)) <= before
         finally:
-            if process.poll() is None:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
