@@ -20,6 +20,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import headwater as hw
+
 from example_runs import EXAMPLES, HELPERS, ROOT, leftovers, run_example
 from support import WAIT_S, wait_until
 
@@ -48,6 +50,16 @@ def _nothing_left() -> Iterator[None]:
 def numbers(pattern: str, output: str) -> list[tuple[int, ...]]:
     """The groups of every match, as numbers."""
     return [tuple(int(group) for group in match.groups()) for match in re.finditer(pattern, output)]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name.removesuffix('.py')}", EXAMPLES / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
 # ---- the library --------------------------------------------------------------------------------------------------
@@ -91,6 +103,38 @@ def test_own_connector(pool: str) -> None:
             ("second", "1", "599", "600"),
         ]
         assert "same answers: yes" in output
+
+
+def test_a_connector_of_ones_own_computes_what_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is emptied between the lookup and the load, and in another engine a step fails: no answer changes."""
+    torch = pytest.importorskip("torch")
+    example = load("own_connector.py")
+    prompts = [torch.randint(example.VOCAB, (600,)).tolist() for _ in range(2)]
+    model = example.Model()
+
+    def answers(pool: hw.Pool) -> tuple[list[list[int]], list[int]]:
+        engine = example.ToyEngine(model, pool, block_size=24)
+        try:
+            requests = engine.generate(prompts, max_tokens=4)
+        finally:
+            engine.connector.close()
+        return [request.tokens for request in requests], [request.num_cached for request in requests]
+
+    with hw.open_pool("memory://?capacity=64MiB") as pool:
+        expected, found = answers(pool)
+        assert found == [0, 0]
+        assert answers(pool) == (expected, [599, 599])
+        start_load = example.Connector.start_load
+        with monkeypatch.context() as patch:
+            patch.setattr(example.Connector, "start_load", lambda *args: (pool.clear(), start_load(*args)))
+            assert answers(pool) == (expected, [0, 0])
+        assert answers(pool) == (expected, [599, 599])  # what was computed again was saved again
+        pool.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(example.Connector, "after_layer", lambda self, layer: 1 // (2 - layer))
+            with pytest.raises(ZeroDivisionError):
+                answers(pool)
+        assert answers(pool) == (expected, [0, 0])  # nothing of the step that failed was stored
 
 
 def test_the_walk_through_quotes_the_example() -> None:
@@ -159,15 +203,6 @@ def test_an_example_that_is_stopped_takes_its_servers_and_its_pool_with_it() -> 
 
 
 # ---- all of them --------------------------------------------------------------------------------------------------
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name.removesuffix('.py')}", EXAMPLES / name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("name", VLLM)
