@@ -69,13 +69,13 @@ bench: $(STAMP)  ## measure the stores; the last line is JSON
 	$(BIN)/headwater bench store --json
 
 lint: $(STAMP)  ## ruff (lint and format) and mypy
-	$(BIN)/ruff check --quiet src tests
-	$(BIN)/ruff format --quiet --check src tests
+	$(BIN)/ruff check --quiet src tests examples
+	$(BIN)/ruff format --quiet --check src tests examples
 	$(BIN)/mypy --no-error-summary
 
 format: $(STAMP)  ## let ruff fix and format the code
-	$(BIN)/ruff check --quiet --fix src tests
-	$(BIN)/ruff format --quiet src tests
+	$(BIN)/ruff check --quiet --fix src tests examples
+	$(BIN)/ruff format --quiet src tests examples
 
 clean:  ## remove .venv, caches and build output
 	rm -rf .venv .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist
