@@ -33,7 +33,7 @@ demo-pd: $(SERVE_STAMP)  ## prefill and decode in two servers behind a proxy: wh
 	$(BIN)/headwater demo --disaggregated --tokens 2000 $(ARGS)
 
 # Two at a time at first: the unit tests keep one core busy, and so does vLLM, which mostly starts.
-test: lint redis-server  ## lint, types, coverage, every test but the two long suites below
+test: lint docs redis-server  ## lint, types, coverage, every test but the two long suites below
 	@$(MAKE) -j2 --output-sync=target test-unit test-vllm-first
 	$(BIN)/pytest -q -m "not fleet" tests/integration tests/gpu
 

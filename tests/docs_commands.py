@@ -31,7 +31,7 @@ _EXTRA = re.compile(r"(?:headwater|\.)\[([\w,-]+)\]")
 VLLM_FLAGS = frozenset(
     "--code-revision --compilation-config --config-format --disable-hybrid-kv-cache-manager --disable-sliding-window "
     "--dtype --enforce-eager --gpu-memory-utilization --hf-overrides --host --kv-events-config --kv-transfer-config "
-    "--load-format --lora-dtype --max-model-len --max-num-batched-tokens --mm-processor-kwargs --model-impl "
+    "--load-format --lora-dtype --max-model-len --enable-prompt-tokens-details --max-num-batched-tokens --mm-processor-kwargs --model-impl "
     "--nnodes --pipeline-parallel-size --port --prefix-caching-hash-algo --quantization --runner "
     "--served-model-name --tensor-parallel-size -tp".split()
 )

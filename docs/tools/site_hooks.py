@@ -1,7 +1,7 @@
 """What the site needs beyond MkDocs: pages that lie outside docs/, and links that leave it.
 
-SECURITY.md and its like belong at the top of a repository, where GitHub looks for them; the site has them as pages of its
-own. Links from a page to anything else outside docs/ (a program in examples/, a source file) go to the repository.
+SECURITY.md and its like belong at the top of a repository, where GitHub looks for them; the site has them as pages of
+its own. Links from a page to anything else outside docs/ (a program in examples/, a source file) go to the repository.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Rewrite links that leave docs/, outside of code blocks."""
     source = PurePosixPath(page.file.src_uri)
-    folder = PurePosixPath() if source.name in TOP_PAGES and len(source.parts) == 1 else PurePosixPath("docs") / source.parent
+    folder = (
+        PurePosixPath()
+        if source.name in TOP_PAGES and len(source.parts) == 1
+        else PurePosixPath("docs") / source.parent
+    )
     repository = config.repo_url.rstrip("/") + "/blob/main/"
 
     def rewritten(match: re.Match[str]) -> str:

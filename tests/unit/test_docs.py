@@ -136,6 +136,16 @@ def test_the_site_has_every_page_once_and_no_other() -> None:
     assert [name for name, times in named.items() if times > 1] == []
 
 
+def test_the_api_reference_has_every_public_name() -> None:
+    """`headwater.__all__` in api.md; exceptions come from their module as a whole."""
+    named = re.findall(r"^::: headwater\.([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    homes = {name.rsplit(".", 1)[-1]: f"headwater.{name}" for name in named}
+    public = {name: f"{getattr(hw, name).__module__}.{name}" for name in hw.__all__ if name != "__version__"}
+    errors = {name for name, home in public.items() if home.startswith("headwater.errors.")}
+    assert {name: home for name, home in public.items() if name not in errors} == homes
+    assert "::: headwater.errors" in (ROOT / "docs/errors.md").read_text()
+
+
 def test_every_block_is_accounted_for(capsys: pytest.CaptureFixture[str]) -> None:
     """Shows, for every page, what happens to its blocks; lists those that nothing checks."""
     counts: dict[str, Counter[str]] = {}
