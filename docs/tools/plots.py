@@ -233,7 +233,8 @@ def table(name: str) -> str:
         unit = f" {figure['unit']}" if "unit" in figure else ""
         bar, said = "", ""
         if "bar" in figure:
-            bar = f"{'≥' if figure['better'] == 'higher' else '≤'} {figure['bar']:g}"
+            # A space that does not break: the column is narrow.
+            bar = f"{'≥' if figure['better'] == 'higher' else '≤'}\u00a0{figure['bar']:g}"
             said = {"met": "met", "missed": "**missed**", "open": "not judged"}[verdict(figure)]
         cells = [
             f"`{figure['name']}`",

@@ -11,10 +11,15 @@ from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent.parent
 TOP_PAGES = ("SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md")
+# What a browser fetches without a click: a page must bring all of it along.
+_FETCHED = re.compile(
+    r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?https?://[^\"'\s>]+|<link\b[^>]*stylesheet[^>]*https?://[^>]*"
+)
 _LINK = re.compile(r"(\]\()([^)\s]+)(?=[)\s])")
 
 
@@ -61,3 +66,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
     parts = re.split(r"(^```.*?^```[^\n]*$|`[^`\n]+`)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("`") else outside_code(part) for part in parts)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Refuse a page that fetches anything from another host."""
+    if found := _FETCHED.search(output):
+        raise PluginError(f"{page.file.src_uri} would make its readers fetch from another host: {found[0]}")
+    return output
