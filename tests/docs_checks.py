@@ -1,5 +1,8 @@
-"""What the tests of the documentation hold against each page. Every function returns problems as lines of text that name
-the page, the line, and what to do; an empty list is a page without problems."""
+"""What the tests of the documentation hold against each page.
+
+Every function returns problems as lines of text that name the page, the line, and what to do; an empty list is a page
+without problems.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import yaml
+
 from docs_commands import VLLM_FLAGS, all_options, check, commands_of, head_of, is_checked, words_of
 from docs_pages import ROOT, Block, Page, Spot, target_of
 
@@ -64,10 +68,10 @@ def _inline_problem(spot: Spot, page: Page) -> str:
         option = re.split(r"[ =,]", spot.text)[0]
         if "…" not in option and option not in all_options() | VLLM_FLAGS | OTHERS_FLAGS | _foreign(page):
             return "no command of ours has it (flags of others: OTHERS_FLAGS in tests/docs_checks.py)"
-    if _PATH.match(spot.text) and not spot.text.startswith(("/", "~")) and page.name not in _ABOUT_OTHERS:
-        if not any((place / spot.text).exists() for place in (*_PLACES, page.path.parent)):
-            return "there is no such file"
-    return ""
+    if not _PATH.match(spot.text) or spot.text.startswith(("/", "~")) or page.name in _ABOUT_OTHERS:
+        return ""
+    there = any((place / spot.text).exists() for place in (*_PLACES, page.path.parent))
+    return "" if there else "there is no such file"
 
 
 # Pages that name options and files of other projects.

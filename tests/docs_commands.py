@@ -17,11 +17,12 @@ from typing import Any
 
 import certifi
 import typer
-from docs_pages import ROOT, Block
 
 from headwater.cli.app import app
 from headwater.errors import HeadwaterError
 from headwater.integrations.vllm.options import read_options
+
+from docs_pages import ROOT, Block
 
 PROMPT = re.compile(r"^(?:[a-z0-9@-]*[$#]|>>>) ")
 PLACEHOLDER = re.compile(r"^(?:[A-Z][A-Z0-9_.]*\S*|<.*>|\[.*\]|.*…|\.\.\.|[a-z]+\|.*)$")
@@ -29,16 +30,41 @@ _EXTRA = re.compile(r"(?:headwater|\.)\[([\w,-]+)\]")
 
 # Flags of `vllm serve` that our pages name. Each was looked up in vLLM 0.32; add one here when you have done so.
 VLLM_FLAGS = frozenset(
-    "--code-revision --compilation-config --config-format --disable-hybrid-kv-cache-manager --disable-sliding-window "
-    "--dtype --enforce-eager --gpu-memory-utilization --hf-overrides --host --kv-events-config --kv-transfer-config "
-    "--load-format --lora-dtype --max-model-len --enable-prompt-tokens-details --max-num-batched-tokens --mm-processor-kwargs --model-impl "
-    "--nnodes --pipeline-parallel-size --port --prefix-caching-hash-algo --quantization --runner "
-    "--served-model-name --tensor-parallel-size -tp".split()
+    [
+        "--code-revision",
+        "--compilation-config",
+        "--config-format",
+        "--disable-hybrid-kv-cache-manager",
+        "--disable-sliding-window",
+        "--dtype",
+        "--enforce-eager",
+        "--gpu-memory-utilization",
+        "--hf-overrides",
+        "--host",
+        "--kv-events-config",
+        "--kv-transfer-config",
+        "--load-format",
+        "--lora-dtype",
+        "--max-model-len",
+        "--enable-prompt-tokens-details",
+        "--max-num-batched-tokens",
+        "--mm-processor-kwargs",
+        "--model-impl",
+        "--nnodes",
+        "--pipeline-parallel-size",
+        "--port",
+        "--prefix-caching-hash-algo",
+        "--quantization",
+        "--runner",
+        "--served-model-name",
+        "--tensor-parallel-size",
+        "-tp",
+    ]
 )
 
 
 def commands_of(block: Block) -> list[str]:
-    """The command lines of a block: after prompts if it has any, else all of its lines; none if it is no shell at all."""
+    """The command lines of a block: after prompts if it has any, else all of its lines; none if it is no shell."""
     lines = block.text.splitlines()
     prompted = any(PROMPT.match(line) for line in lines)
     found = []
@@ -306,8 +332,40 @@ HEADS: dict[str, Callable[[list[str]], str]] = {
     "python3": check_python,
     "pytest": _named_only,
     **dict.fromkeys(
-        "apt-get cat cd chmod chown cp docker export git grep helm ip jq kill kubectl ls mkdir mount mv openssl "
-        "podman redis-cli redis-server rm sleep source systemctl tar mooncake_master umount uv watch".split(),
+        [
+            "apt-get",
+            "cat",
+            "cd",
+            "chmod",
+            "chown",
+            "cp",
+            "docker",
+            "export",
+            "git",
+            "grep",
+            "helm",
+            "ip",
+            "jq",
+            "kill",
+            "kubectl",
+            "ls",
+            "mkdir",
+            "mount",
+            "mv",
+            "openssl",
+            "podman",
+            "redis-cli",
+            "redis-server",
+            "rm",
+            "sleep",
+            "source",
+            "systemctl",
+            "tar",
+            "mooncake_master",
+            "umount",
+            "uv",
+            "watch",
+        ],
         _named_only,
     ),
 }

@@ -1,4 +1,4 @@
-"""What the tests of the documentation read: the repository's Markdown pages, taken apart into links, headings and blocks.
+"""What the tests of the documentation read: Markdown pages, taken apart into links, headings and code blocks.
 
 The parser is markdown-it-py, which Rich brings along: what it takes for a block, a reader on GitHub sees as one.
 """
@@ -63,7 +63,9 @@ class Page:
 
     @cached_property
     def tokens(self) -> list[Token]:
-        return MarkdownIt("commonmark").enable("table").parse(self.path.read_text() if self._text is None else self._text)
+        return (
+            MarkdownIt("commonmark").enable("table").parse(self.path.read_text() if self._text is None else self._text)
+        )
 
     @cached_property
     def anchors(self) -> set[str]:

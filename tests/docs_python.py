@@ -11,22 +11,26 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from docs_pages import ROOT, Block
 
+from docs_pages import ROOT, Block
 from support import WAIT_S
 
 # What a page takes for granted, by page and by a piece of the block that needs it first; "" is before the first one.
 SETUP: dict[str, dict[str, str]] = {
     "docs/library.md": {
-        "": "import numpy as np\ntokens = list(range(300))\nlora_digest = b'a' * 32\ndigest, offset, num_tokens = b'i' * 32, 3, 4\n"
+        "": "import numpy as np\ntokens = list(range(300))\nlora_digest = b'a' * 32\n"
+        "digest, offset, num_tokens = b'i' * 32, 3, 4\n"
         "request_id = 'request-1'\nserver_number = 7",
         "space.write(chunks": "tiles = [space.empty(chunk, shard) for chunk in keys.chunks()]",
         "open_pool(url": "url = 'shm:///headwater'",
+    },
+    "docs/serving.md": {
+        "cache_salt": "messages, salt = [{'role': 'user', 'content': 'Hello'}], 'acme'",
     },
 }
 LOCAL_POOL = re.compile(r"shm:///(?!\$)[\w.-]+")
@@ -42,8 +46,9 @@ class Ran(NamedTuple):
     error: str
 
 
-def run_python(blocks: Sequence[Block], pool: str, folder: Path) -> Ran:
-    """Run a page's blocks in one process. Never raises for what the blocks do."""
+def run_python(blocks: Sequence[Block], pool: str, folder: Path, replaced: Mapping[str, str] | None = None) -> Ran:
+    """Run a page's blocks in one process, with other words for those that are `replaced`. Never raises for what the
+    blocks do."""
     checkpoint = folder / "checkpoint"
     _write_checkpoint(checkpoint)
     setup = dict(SETUP.get(blocks[0].page, {}))
@@ -52,6 +57,8 @@ def run_python(blocks: Sequence[Block], pool: str, folder: Path) -> Ran:
         parts += [setup.pop(piece) for piece in list(setup) if piece in block.text]
         # The text keeps its page and line, so that a traceback names them.
         code = _own_places(block.text, pool, checkpoint)
+        for theirs, ours in (replaced or {}).items():
+            code = code.replace(theirs, ours)
         padded = "\n" * block.line + code
         parts.append(f"exec(compile({padded!r}, {block.page!r}, 'exec'))\nprint('\\x1e', end='', flush=True)")
     script = folder / "page.py"

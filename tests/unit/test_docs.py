@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import headwater as hw
+from headwater.cli import run as run_cli
+
 from docs_checks import inline_problems, judge, link_problems, nav_pages, read_site
 from docs_commands import check, commands_of, config_file, head_of, words_of
 from docs_pages import ROOT, Block, Page, pages, slugify
 from docs_python import LOCAL_POOL, run_python
-
-import headwater as hw
-from headwater.cli import run as run_cli
 from support import identity
 
 PAGES = pages()
@@ -64,7 +65,9 @@ def test_blocks_are_of_a_known_kind_and_parse(name: str) -> None:
 def test_python_blocks_run_and_print_what_the_page_shows(name: str, pool_url: str, tmp_path: Path) -> None:
     blocks = runnable(BY_NAME[name])
     ran = run_python(blocks, pool_url, tmp_path)
-    assert ran.returncode == 0, f"{name}: {ran.error}\n(names that the page takes for granted: SETUP in tests/docs_python.py)"
+    assert ran.returncode == 0, (
+        f"{name}: {ran.error}\n(names that the page takes for granted: SETUP in tests/docs_python.py)"
+    )
     for block, printed in zip(blocks, ran.printed, strict=False):
         shown = _output_after(BY_NAME[name], block)
         assert shown is None or shown.strip() == printed.strip(), f"{block.place} prints\n{printed}"
@@ -128,7 +131,10 @@ def test_configurations_can_be_used(
 def test_the_site_has_every_page_once_and_no_other() -> None:
     """What `mkdocs build --strict` would say, without building."""
     named = Counter(nav_pages(read_site()["nav"]))
-    there = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | {"SECURITY.md", "CHANGELOG.md"}
+    there = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | {
+        "SECURITY.md",
+        "CHANGELOG.md",
+    }
     if (ROOT / "CONTRIBUTING.md").exists():
         there.add("CONTRIBUTING.md")
     assert sorted(there - set(named)) == [], "pages that `nav` in mkdocs.yml does not name"
@@ -208,8 +214,9 @@ class TestTheChecksThemselves:
             ("```\nheadwater serve --port eight\n```", "is no number"),
             ("```\nvllm serve M --kv-transfer-config '{\"kv_connector\": }'\n```", "no JSON"),
             (
-                "```\nvllm serve M --kv-transfer-config '{\"kv_connector\": \"HeadwaterConnector\", \"kv_role\": \"kv_both\",\n"
-                '  "kv_connector_module_path": "headwater.integrations.vllm", "kv_connector_extra_config": {"pol": 1}}\'\n```',
+                '```\nvllm serve M --kv-transfer-config \'{"kv_connector": "HeadwaterConnector",\n'
+                '  "kv_role": "kv_both", "kv_connector_module_path": "headwater.integrations.vllm",\n'
+                '  "kv_connector_extra_config": {"pol": 1}}\'\n```',
                 "'pol'; known are",
             ),
             ("```\ncurl http://127.0.0.1:8000/v1/nothing -d '{}'\n```", "answers /v1/nothing"),

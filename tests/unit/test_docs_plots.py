@@ -9,13 +9,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from docs_pages import ROOT
 
 from headwater.bench.engine import BARS as ENGINE
 from headwater.bench.router import BARS as ROUTER
 from headwater.bench.store import BARS as STORE
 from headwater.bench.transfer import BARS as TRANSFER
 from headwater.bench.ttft import BARS as TTFT
+
+from docs_pages import ROOT
 
 FILES = sorted(path for path in (ROOT / "docs/benchmarks").glob("*.json") if path.stem != "machines")
 
@@ -40,7 +41,7 @@ def test_committed_plots_and_tables_are_those_of_the_figures(plots: ModuleType) 
 
 
 def test_no_plot_is_left_over(plots: ModuleType) -> None:
-    assert {path for path in (ROOT / "docs/images").glob("bench-*.svg")} <= set(plots.draw_all())
+    assert set((ROOT / "docs/images").glob("bench-*.svg")) <= set(plots.draw_all())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
