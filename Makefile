@@ -78,8 +78,9 @@ format: $(STAMP)  ## let ruff fix and format the code
 	$(BIN)/ruff check --quiet --fix src tests
 	$(BIN)/ruff format --quiet src tests
 
+# Not --quiet: it would hide warnings from --strict, too.
 docs: $(DOCS_STAMP)  ## the documentation as a site, in site/ (also read from a disk: site/index.html)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
 docs-serve: $(DOCS_STAMP)  ## the same on 127.0.0.1:8001, built again whenever a page changes

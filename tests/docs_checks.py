@@ -18,7 +18,7 @@ from docs_commands import VLLM_FLAGS, all_options, check, commands_of, head_of, 
 from docs_pages import ROOT, Block, Page, Spot, target_of
 
 # Flags of other programs that our pages name in running text.
-OTHERS_FLAGS = frozenset(["--shm-size", "--ipc", "--no-deps", "--gpus", "--cap-add", "--device"])
+OTHERS_FLAGS = frozenset(["--shm-size", "--ipc", "--no-deps", "--gpus", "--cap-add", "--device", "--build-arg"])
 _PATH = re.compile(r"^[\w./-]*/[\w.-]+\.(?:py|md|toml|json|yaml|yml|svg)$")
 _PLACES = (ROOT, ROOT / "src", ROOT / "src/headwater", ROOT / "docs", ROOT / "tests")
 
@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
 
     kind: str
     done: str
-    """executed, parsed, text, or skipped."""
+    """executed, excerpt (of an example, which has a test of its own), parsed, text, or skipped."""
     note: str
     problem: str
 
@@ -90,7 +90,8 @@ def judge(block: Block) -> Verdict:
         return Verdict(block.language or "text", "skipped", block.not_run, "")
     match block.language:
         case "python":
-            return Verdict("python", "executed", "", "")
+            example = excerpt_of(block)
+            return Verdict("python", "excerpt" if example else "executed", example, "")
         case "json":
             return _parsed(block, "json", _json)
         case "yaml" | "yml":
@@ -103,6 +104,17 @@ def judge(block: Block) -> Verdict:
             return Verdict(block.language, "text", "no parser for it here", "")
     what = "use python, json, yaml, toml, console, sh or text, or teach judge() in tests/docs_checks.py the new kind"
     return Verdict(block.language, "unknown", "", f"{block.place}: a block of kind {block.language!r}: {what}")
+
+
+def excerpt_of(block: Block) -> str:
+    """The program in examples/ that has all lines of a block, in their order, maybe with others between them; empty if
+    there is none. The tests of the examples run these."""
+    lines = [line.strip() for line in block.text.splitlines() if line.strip()]
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        remaining = iter([line.strip() for line in path.read_text().splitlines()])
+        if all(line in remaining for line in lines):
+            return str(path.relative_to(ROOT))
+    return ""
 
 
 def _shell(block: Block) -> Verdict:

@@ -89,10 +89,12 @@ def _without_explanations(lines: list[str]) -> list[str]:
     cut: list[str] = []
     for line in lines:
         gap = re.search(r"\s{2,}", line)
-        end = gap.start() if gap else column
-        if not line.startswith("headwater ") or not column or (gap is None and line[column - 1 : column] != " "):
+        ends = [gap.start()] if gap else []
+        ends += [column] if line[column - 1 : column] == " " else []
+        if not line.startswith("headwater ") or not column or not ends:
             cut.append(line)
             continue
+        end = min(ends)
         cut.append(line[:end].rstrip())
         if line[end:].strip().startswith("headwater "):
             cut.append(line[end:].strip())

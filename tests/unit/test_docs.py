@@ -18,7 +18,7 @@ import pytest
 import headwater as hw
 from headwater.cli import run as run_cli
 
-from docs_checks import inline_problems, judge, link_problems, nav_pages, read_site
+from docs_checks import excerpt_of, inline_problems, judge, link_problems, nav_pages, read_site
 from docs_commands import check, commands_of, config_file, head_of, words_of
 from docs_pages import ROOT, Block, Page, pages, slugify
 from docs_python import LOCAL_POOL, run_python
@@ -39,7 +39,8 @@ def pool_url() -> Iterator[str]:
 
 
 def runnable(page: Page) -> list[Block]:
-    return [b for b in page.blocks if b.language == "python" and not b.not_run and not WITH_SERVER.search(b.text)]
+    blocks = [b for b in page.blocks if b.language == "python" and not WITH_SERVER.search(b.text)]
+    return [block for block in blocks if judge(block).done == "executed"]
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -164,12 +165,13 @@ def test_every_block_is_accounted_for(capsys: pytest.CaptureFixture[str]) -> Non
                 unchecked.append(f"  {verdict.done:9} {block.place:32} {verdict.note}")
             assert verdict.done != "unknown", verdict.problem
             assert verdict.done != "skipped" or len(verdict.note.split()) >= 3, f"{block.place}: say why it is not run"
-    columns = ("executed", "parsed", "text", "skipped")
+    columns = ("executed", "excerpt", "parsed", "text", "skipped")
     with capsys.disabled():
         print(f"\ncode blocks  {''.join(f'{column:>10}' for column in columns)}")
         for kind, done in sorted(counts.items()):
             print(f"{kind:13}{''.join(f'{done[column]:10}' for column in columns)}")
         print("\n".join(unchecked))
+        print("Also run: looks at a pool, every command's --help; with servers: tests/integration/test_docs_server.py")
     assert counts["python"]["executed"] >= 5
 
 
@@ -242,6 +244,13 @@ class TestTheChecksThemselves:
     def test_a_reason_counts_only_right_before_its_block(self) -> None:
         page = self.page("<!-- not run: it needs a GPU -->\n```python\na\n```\n\n```python\nb\n```\n")
         assert [block.not_run for block in page.blocks] == ["it needs a GPU", ""]
+
+    def test_lines_of_an_example_are_an_excerpt_and_others_are_not(self) -> None:
+        example = next(iter(sorted((ROOT / "examples").glob("*.py"))))
+        lines = [line for line in example.read_text().splitlines() if line.strip()]
+        shown = Block("p", 1, "python", f"{lines[-4].strip()}\n{lines[-2].strip()}\n", "")
+        assert excerpt_of(shown) == f"examples/{example.name}"
+        assert excerpt_of(Block("p", 1, "python", f"{lines[-2]}\n{lines[-4]}\nno_such_name\n", "")) == ""
 
     def test_headings_become_anchors_as_on_github(self) -> None:
         assert slugify("`headwater bench vllm --device cuda`, 2026") == "headwater-bench-vllm---device-cuda-2026"
