@@ -12,11 +12,12 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.headwater-vllm-stamp
 VLLM_VERSION := 0.32.0
+DOCS_STAMP := $(VENV)/.headwater-docs-stamp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server mooncake
+.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server mooncake docs docs-serve plots
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +33,7 @@ demo-pd: $(SERVE_STAMP)  ## prefill and decode in two servers behind a proxy: wh
 	$(BIN)/headwater demo --disaggregated $(ARGS)
 
 # Two at a time at first: the unit tests keep one core busy, and so does vLLM, which mostly starts.
-test: lint redis-server  ## lint, types, coverage, every test but the two long suites below
+test: lint docs redis-server  ## lint, types, coverage, every test but the two long suites below
 	@$(MAKE) -j2 --output-sync=target test-unit test-vllm-first
 	$(BIN)/pytest -q -m "not fleet" tests/integration tests/gpu
 
@@ -77,8 +78,19 @@ format: $(STAMP)  ## let ruff fix and format the code
 	$(BIN)/ruff check --quiet --fix src tests examples
 	$(BIN)/ruff format --quiet src tests examples
 
+# Not --quiet: it would hide warnings from --strict, too.
+docs: $(DOCS_STAMP)  ## the documentation as a site, in site/ (also read from a disk: site/index.html)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html"
+
+docs-serve: $(DOCS_STAMP)  ## the same on 127.0.0.1:8001, built again whenever a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
+
+plots:  ## draw docs/images/bench-*.svg again, from docs/benchmarks/*.json (Python alone is enough)
+	$(PYTHON) docs/tools/plots.py
+
 clean:  ## remove .venv, caches and build output
-	rm -rf .venv .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist
+	rm -rf .venv .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist site
 	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Debian's python3 has no ensurepip unless python3-venv is installed. The second way needs only pip: it makes an empty
@@ -105,6 +117,12 @@ $(SERVE_STAMP): pyproject.toml constraints.txt
 
 $(STAMP): $(SERVE_STAMP)
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+# A site needs neither torch nor a compiler.
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	@$(MAKE) venv
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 # torchvision and its like come as builds for GPUs, break the import beside a CPU's torch, and are not needed for text.
