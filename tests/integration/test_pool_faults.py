@@ -41,7 +41,7 @@ from headwater.stores.embedded import destroy, store_directory
 from headwater.stores.url import parse_url
 from headwater.transfer.load import GRACE_S
 from headwater.transfer.save import Saver
-from headwater.transfer.save_job import Wanted
+from headwater.transfer.save_job import SaveRequest
 
 from engine_models import Comparison, Reference
 from harness import Child
@@ -179,7 +179,7 @@ def test_chunks_that_find_no_room_in_staging_are_saved_later(
     monkeypatch.setattr(EngineConfig, "connector", property(lambda self: replace(usual(self), staging_bytes=1)))
     real, dropped = Saver._save, list[str]()
 
-    def save(self: Saver, group: Sequence[Wanted]) -> None:
+    def save(self: Saver, group: Sequence[SaveRequest]) -> None:
         """The first time nothing leaves the staging in time."""
         if dropped:
             real(self, group)

@@ -27,7 +27,7 @@ from headwater.kv.topology import whole_shard
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
 from headwater.stores.base import Status
-from headwater.transfer.convert import Span
+from headwater.transfer.convert import PageSpan
 from transfer_layer_cases import held_up
 
 from support import identity, wait_until
@@ -65,7 +65,7 @@ class Rank:
 
     def tiles(self, chunk: ChunkRef, blocks: Sequence[int]) -> np.ndarray:
         """What the cache holds of a chunk."""
-        span = Span(np.array(blocks, np.int32), chunk.first_token, chunk.num_tokens)
+        span = PageSpan(np.array(blocks, np.int32), chunk.first_token, chunk.num_tokens)
         return naive_tiles(self.view, self.data, SHARD, span)
 
     def stored(self, chunk: ChunkRef) -> np.ndarray | None:

@@ -30,7 +30,7 @@ from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.transfer.load import Loader
 from headwater.transfer.save import Saver
-from headwater.transfer.save_job import Wanted
+from headwater.transfer.save_job import SaveRequest
 from headwater.transfer.view import PagedView
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class WorkerSide:
         if orders.pushes:
             self._push(orders.pushes)  # before their saves: these are told what is awaited
         if orders.before:
-            self._saver.save_all([Wanted(*self._unpack(order.job)) for order in orders.before])
+            self._saver.save_all([SaveRequest(*self._unpack(order.job)) for order in orders.before])
         for order in orders.during:
             self._saver.begin(*self._unpack(order.job))
         if orders.flushes:
@@ -320,10 +320,10 @@ class WorkerSide:
         """Chunks are stored under a root that this process must know."""
         self._space.root(tenant=order.tenant, adapter=order.adapter)
 
-    def _unpack(self, job: Job) -> Wanted:
+    def _unpack(self, job: Job) -> SaveRequest:
         """The job in blocks of the view, where those are smaller than the engine's."""
         if self._ratio == 1:
-            return Wanted(job.request_id, job.chunks, job.block_ids)
+            return SaveRequest(job.request_id, job.chunks, job.block_ids)
         parts = np.arange(self._ratio, dtype=np.int32)
         ids: npt.NDArray[np.int32] = (job.block_ids[:, None] * self._ratio + parts).ravel()
-        return Wanted(job.request_id, job.chunks, ids)
+        return SaveRequest(job.request_id, job.chunks, ids)

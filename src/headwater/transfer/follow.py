@@ -24,7 +24,7 @@ from headwater.pool.space import Space
 from headwater.pool.wait import Wait
 from headwater.stores.base import Arrived
 from headwater.transfer.load_job import Load
-from headwater.transfer.streams import Event
+from headwater.transfer.streams import DeviceEvent
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Follow:
     name: str
     chunks: Sequence[ChunkRef]
     block_ids: npt.NDArray[np.int32]
-    asked: Event
+    asked: DeviceEvent
     wait: Wait
     started_s: float
     marks: list[_Mark] = field(init=False)
@@ -97,7 +97,7 @@ class Follow:
         return idle_s >= (max(self.wait.start_s, 4 * self.longest_s) if self.front else self.wait.start_s)
 
 
-class Follower:
+class LoadFollower:
     """The followed loads of one loader. Has a thread of its own while there are any."""
 
     def __init__(

@@ -26,7 +26,7 @@ from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.pool.wait import Wait
 from headwater.stores.base import Status
-from headwater.transfer.follow import Follow, Follower
+from headwater.transfer.follow import Follow, LoadFollower
 from headwater.transfer.layers import LOAD_GROUP_BYTES, MAX_LOAD_GROUPS, layer_groups
 from headwater.transfer.load_job import Load
 from headwater.transfer.movers import make_placer, mover_of
@@ -91,7 +91,7 @@ class Loader:
         self._changed = threading.Condition()
         """Guards `_open`; told whenever a load has got further."""
         self._pipeline = Pipeline(space, shard, self.placer, self._changed, is_landing=is_landing)
-        self._follower = Follower(space, shard, self._put_in, self._end_follow)
+        self._follower = LoadFollower(space, shard, self._put_in, self._end_follow)
         self._driving = threading.Lock()
         """Held while a load that goes layer by layer is launched or settled."""
         self._closing = False
