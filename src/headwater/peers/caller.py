@@ -26,7 +26,7 @@ class LinkSettings:
     dead_s: float = 0.25
     """How long a peer is left alone after it failed. One that does not answer costs a deadline each time, so the time
     is doubled with each failure, up to eight times as long."""
-    lanes: int = 1
+    connections: int = 1
     """Connections to a peer, up to 4: groups of layers of 8 MiB and more are divided among them."""
     eager_bytes: int = 8 << 20
     """What is present and no larger than this is sent with its announcement: should the peer have it, little is
@@ -46,7 +46,7 @@ class Caller:
     space: bytes = b""
 
     def call(
-        self, address: PeerAddress, session: bytes, settings: LinkSettings, lane: int = 0
+        self, address: PeerAddress, session: bytes, settings: LinkSettings, number: int = 0
     ) -> tuple[tcp.Connection, Welcome]:
         """A connection of a session, ready for requests. Raises PeerError where there is none to be had in time."""
         secret = settings.secret
@@ -58,7 +58,7 @@ class Caller:
             _, greeting = connection.receive(deadline, Type.GREETING)
             Greeting.decode(greeting)
             nonce = secrets.token_bytes(NONCE_BYTES)
-            hello = Hello(self.role, session, self.server, self.rank, lane, nonce, self.scope, self.space)
+            hello = Hello(self.role, session, self.server, self.rank, number, nonce, self.scope, self.space)
             said = hello.encode(greeting, secret)
             connection.send(encode_frame(Type.HELLO, said), deadline)
             _, meta = connection.receive(deadline, Type.WELCOME)

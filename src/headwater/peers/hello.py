@@ -29,7 +29,7 @@ from headwater.pool.space import Space
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 MIN_SECRET_BYTES = 16
-MAX_LANES = 4
+MAX_LINK_CONNECTIONS = 4
 
 _GREETING = struct.Struct("<HBx32s")
 _HELLO = struct.Struct("<HBBBxxx16sQQ32s32sI")
@@ -96,7 +96,7 @@ class Hello:
     """The writer group of the caller's server: its ranks fill chunks together."""
     rank: int = 0
     """Which of the server's callers this is; a new session of the same one replaces the old."""
-    lane: int = 0
+    number: int = 0
     nonce: bytes = b""
     scope: bytes = bytes(32)
     space: bytes = b""
@@ -114,7 +114,7 @@ class Hello:
         return prove(secret, _CLIENT, greeting, body) + body
 
     def _body(self) -> bytes:
-        fixed = (self.version, self.role, self.lane, 0, self.session, self.server, self.rank, self.nonce, self.scope)
+        fixed = (self.version, self.role, self.number, 0, self.session, self.server, self.rank, self.nonce, self.scope)
         return _HELLO.pack(*fixed, len(self.space)) + self.space
 
     @classmethod
@@ -134,13 +134,13 @@ class Hello:
                 reason = "the caller's secret is not this peer's"
             raise PeerRefusedError(reason, Refusal.SECRET)
         cursor = Cursor(body)
-        version, role, lane, _, session, server, rank, nonce, scope, size = _HELLO.unpack(cursor.take(_HELLO.size))
+        version, role, number, _, session, server, rank, nonce, scope, size = _HELLO.unpack(cursor.take(_HELLO.size))
         space = cursor.take(size)
         cursor.end()
-        if lane >= MAX_LANES:
-            raise WireError(f"lane {lane} of at most {MAX_LANES}")
+        if number >= MAX_LINK_CONNECTIONS:
+            raise WireError(f"connection number {number}: a caller has at most {MAX_LINK_CONNECTIONS}")
         try:
-            return cls(Role(role), session, server, rank, lane, nonce, scope, space, version)
+            return cls(Role(role), session, server, rank, number, nonce, scope, space, version)
         except ValueError as error:
             raise PeerRefusedError(f"there is no role {role}", Refusal.ROLE) from error
 

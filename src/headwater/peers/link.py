@@ -25,8 +25,8 @@ from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress
 from headwater.peers.caller import Caller, LinkSettings
 from headwater.peers.carriers import tcp
-from headwater.peers.hello import MAX_LANES
-from headwater.peers.lanes import Lanes
+from headwater.peers.extra_connections import ExtraConnections
+from headwater.peers.hello import MAX_LINK_CONNECTIONS
 from headwater.peers.outgoing import Batch, Sent, Transfer, consecutive, settle_put
 from headwater.peers.tiles import Held, Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Put, Refusal, Stop, Type, encode_frame
@@ -38,7 +38,7 @@ log = logging.getLogger("headwater")
 _FRAME_BYTES = 64 << 20
 """Of one data frame, about: what the peer notes and shows at a time, where the saver's groups are not smaller."""
 _DIVIDED_BYTES = 8 << 20
-"""From how much on a group of layers is divided among lanes."""
+"""From how much on a group of layers is divided among connections."""
 _PATIENCE_S = 60.0
 """A transfer that nothing happens to for so long is dropped."""
 
@@ -68,8 +68,8 @@ class Link:
         self.dead_until = 0.0
         self._num_failures = 0
         self._inbox: deque[Told] = deque()
-        self._lane: tcp.Connection | None = None
-        self._lanes = Lanes()
+        self._connection: tcp.Connection | None = None
+        self._extra = ExtraConnections()
         self._silence_s = 5.0
         self._spoke_s = 0.0
         self._number = 0
@@ -108,10 +108,10 @@ class Link:
             if not self._is_closing:
                 self._is_closing = True
                 os.eventfd_write(self._wakeup, 1)
-        lane = self._lane
+        connection = self._connection
         self._thread.join(timeout_s)
-        if self._thread.is_alive() and lane is not None:
-            lane.shut()
+        if self._thread.is_alive() and connection is not None:
+            connection.shut()
             self._thread.join(timeout_s)
 
     # ---- the thread ---------------------------------------------------------------------------------------------
@@ -138,10 +138,10 @@ class Link:
     def _wait(self) -> None:
         poller = select.poll()
         poller.register(self._wakeup, select.POLLIN)
-        if self._lane is not None:
-            if self._lane.has_buffered:
+        if self._connection is not None:
+            if self._connection.has_buffered:
                 return
-            poller.register(self._lane.fileno(), select.POLLIN)
+            poller.register(self._connection.fileno(), select.POLLIN)
         wait_s = min(self._silence_s / 4, 1.0) if self._batches or self._asked else 10.0
         if not self._inbox:
             poller.poll(wait_s * 1000)
@@ -163,7 +163,7 @@ class Link:
             self._finish(batch)
         if self._asked and now - self._owed_s > self._settings.io_s + sum([s for _, s in self._asked.values()]) / 10e6:
             raise PeerTimeoutError("the peer answers nothing any more")
-        if self._batches and self._lane is not None and now - self._spoke_s > self._silence_s / 4:
+        if self._batches and self._connection is not None and now - self._spoke_s > self._silence_s / 4:
             self._request(Type.PING, b"", lambda body: None)
 
     # ---- what is told -------------------------------------------------------------------------------------------
@@ -291,11 +291,11 @@ class Link:
         places: Sequence[Place | None],
         sums: npt.NDArray[np.uint64],
     ) -> None:
-        """Send lent tiles in frames, over all lanes; what could not be lent is given up."""
+        """Send lent tiles in frames, over all connections; what could not be lent is given up."""
         found = [(row, place) for row, place in enumerate(places) if place is not None]
         most = max(1, _FRAME_BYTES // layout.num_bytes)
-        if self._lanes.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
-            most = min(most, -(-len(found) // (self._lanes.count + 1)))
+        if self._extra.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
+            most = min(most, -(-len(found) // (self._extra.count + 1)))
         try:
             for at in range(0, len(found), most):
                 some = found[at : at + most]
@@ -304,7 +304,7 @@ class Link:
                 sent = [numbers[row] for row in rows]
                 self._send_data(batch, sent, layers, pieces, sums[rows], layout.num_bytes, at // most)
         finally:
-            heard = self._lanes.finish()  # the loan ends after this
+            heard = self._extra.finish()  # the loan ends after this
         self._heard.extend(heard)
         if len(found) < len(numbers):
             lost = next(number for number, place in zip(numbers, places, strict=True) if place is None)
@@ -332,11 +332,11 @@ class Link:
                 self._counts["chunks_lost"] += batch.drop_from(min(lost))
             self._settle(batch, numbers)
 
-        # Not before the peer has answered the put: lanes overtake each other.
-        if batch.is_asked and self._lanes.takes(turn):
+        # Not before the peer has answered the put: connections overtake each other.
+        if batch.is_asked and self._extra.takes(turn):
             frame = encode_frame(Type.DATA, meta, data_bytes=size)
-            self._lanes.send(turn, frame, pieces, self._deadline(size), answered)
-            self._counts["lane_bytes"] += size
+            self._extra.send(turn, frame, pieces, self._deadline(size), answered)
+            self._counts["extra_connection_bytes"] += size
         else:
             self._request(Type.DATA, meta, answered, pieces, size)
         for i in numbers:
@@ -358,7 +358,7 @@ class Link:
 
     def _give_up(self, batch: Batch, first: int, why: str) -> None:
         self._counts[why] += batch.drop_from(first)
-        if batch.is_asked and batch.is_open and self._lane is not None:
+        if batch.is_asked and batch.is_open and self._connection is not None:
             self._request(Type.ABORT, Stop(batch.number, range(first, len(batch.chunks))).encode(), lambda body: None)
         if not batch.is_open:
             self._finish(batch)
@@ -367,7 +367,7 @@ class Link:
         if batch not in self._batches:
             return
         self._forget(batch)
-        if self._lane is not None and batch.number:
+        if self._connection is not None and batch.number:
             self._request(Type.END, Stop(batch.number).encode(), lambda body: None)
 
     def _forget(self, batch: Batch) -> None:
@@ -382,14 +382,14 @@ class Link:
 
     # ---- the connection -----------------------------------------------------------------------------------------
     def _connect(self) -> None:
-        if self._lane is not None:
+        if self._connection is not None:
             return
         if self.is_dead:
             raise PeerError(f"{self.address} failed a moment ago")
         session = secrets.token_bytes(16)
-        self._lane, welcome = self._caller.call(self.address, session, self._settings)
-        for lane in range(1, min(self._settings.lanes, MAX_LANES)):
-            self._lanes.add(self._caller.call(self.address, session, self._settings, lane)[0])
+        self._connection, welcome = self._caller.call(self.address, session, self._settings)
+        for number in range(1, min(self._settings.connections, MAX_LINK_CONNECTIONS)):
+            self._extra.add(self._caller.call(self.address, session, self._settings, number)[0])
         self._silence_s = max(0.2, welcome.silence_ms / 1000)
         self._spoke_s = time.monotonic()
         self._counts["connected"] += 1
@@ -402,14 +402,14 @@ class Link:
         pieces: Sequence[memoryview] = (),
         data_bytes: int = 0,
     ) -> None:
-        assert self._lane is not None
+        assert self._connection is not None
         self._number += 1
         number = self._number & 0xFFFFFFFF
         if not self._asked:
             self._owed_s = time.monotonic()
         self._asked[number] = answered, data_bytes
         frame = encode_frame(kind, meta, data_bytes=data_bytes, number=number)
-        self._lane.send(frame, self._deadline(data_bytes), pieces)
+        self._connection.send(frame, self._deadline(data_bytes), pieces)
         self._spoke_s = time.monotonic()
 
     def _deadline(self, data_bytes: int) -> float:
@@ -424,8 +424,8 @@ class Link:
             self._collect()
 
     def _collect(self) -> None:
-        while self._lane is not None and (self._lane.has_buffered or _readable(self._lane)):
-            header, body = self._lane.receive(time.monotonic() + self._settings.io_s)
+        while self._connection is not None and (self._connection.has_buffered or _readable(self._connection)):
+            header, body = self._connection.receive(time.monotonic() + self._settings.io_s)
             asked = self._asked.pop(header.number, None)
             if header.type != Type.ANSWER or header.data_bytes or asked is None:
                 raise WireError(f"a {header.type.name} frame that nobody asked for")
@@ -433,18 +433,18 @@ class Link:
             self._heard.append((asked[0], body))
 
     def _disconnect(self) -> None:
-        lane, self._lane = self._lane, None
-        self._lanes.close()
+        connection, self._connection = self._connection, None
+        self._extra.close()
         self._asked.clear()
         self._heard.clear()
-        if lane is not None:
-            lane.close()
+        if connection is not None:
+            connection.close()
 
     def _fail(self, error: PeerError) -> None:
         """The connection is of no use any more. Where it merely ended (the peer was restarted, most likely), everything
         is put once more over a new one; otherwise it is dropped, and the peer left alone for a while."""
         was_silent = isinstance(error, PeerRefusedError) and error.code == Refusal.SILENCE  # this process was stopped
-        has_ended = self._lane is not None and (was_silent or isinstance(error, PeerGoneError))
+        has_ended = self._connection is not None and (was_silent or isinstance(error, PeerGoneError))
         self._disconnect()
         if has_ended and not self._batches:
             return
@@ -474,7 +474,7 @@ class Link:
             self._forget(batch)
 
 
-def _readable(lane: tcp.Connection) -> bool:
+def _readable(connection: tcp.Connection) -> bool:
     poller = select.poll()
-    poller.register(lane.fileno(), select.POLLIN)
+    poller.register(connection.fileno(), select.POLLIN)
     return bool(poller.poll(0))

@@ -17,12 +17,12 @@ STUCK_PATIENCE_S = 0.05
 """For a call beside one that hangs: many times what a disk or a network that is well takes to answer."""
 
 
-def in_lanes(works: Iterable[Callable[[], object]], count: int) -> None:
+def run_in_threads(works: Iterable[Callable[[], object]], count: int) -> None:
     """Do all of them, `count` at a time, in this thread and others that have ended when this returns. Each must take a
     bounded time. After one has failed no other is begun, and its exception is raised."""
     todo, errors, lock = iter(works), list[BaseException](), threading.Lock()
 
-    def lane() -> None:
+    def run() -> None:
         while not errors:
             try:
                 with lock:
@@ -33,10 +33,10 @@ def in_lanes(works: Iterable[Callable[[], object]], count: int) -> None:
             except BaseException as error:  # raised again below
                 errors.append(error)
 
-    others = [threading.Thread(target=lane, name="headwater-lane", daemon=True) for _ in range(count - 1)]
+    others = [threading.Thread(target=run, name="headwater-run", daemon=True) for _ in range(count - 1)]
     for thread in others:
         thread.start()
-    lane()
+    run()
     for thread in others:
         thread.join()
     if errors:

@@ -103,7 +103,7 @@ MAX_TAILS = 8
 class ObjectClient(Protocol):
     """One backend. Thread-safe. Deadlines are values of time.monotonic()."""
 
-    lanes: int
+    num_writers: int
     """How many batches are best written at a time: one, unless each spends much of its time waiting."""
     has_log: bool
     """Whether it can keep a log that all hosts read. Where it cannot, notices go nowhere."""

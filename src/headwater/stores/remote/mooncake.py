@@ -65,7 +65,7 @@ _TAILS = struct.Struct(f"<{MAX_TAILS}I")
 class MooncakeClient:
     """One client of one cluster. See `base.ObjectClient`."""
 
-    lanes = 3
+    num_writers = 3
     has_log = False  # objects by name are all it has: none that grows, and no names that could be listed
 
     def __init__(self, url: StoreUrl) -> None:

@@ -21,10 +21,10 @@ import numpy as np
 
 from headwater.errors import DeadlineError
 from headwater.stores.remote.base import Bytes, Landed, Span
-from headwater.stores.workers import in_lanes
+from headwater.stores.workers import run_in_threads
 
 _PROBE_BYTES = 64
-_LANES = 2
+_THREADS = 2
 _ALONE_BELOW = 4 << 20
 
 
@@ -86,7 +86,7 @@ class NearMemory:
         source = self._bytes
         length = sum(spans[number].length for number in places)
         works = (partial(copy, number, at) for number, at in places.items())
-        in_lanes(works, _LANES if length > _ALONE_BELOW else 1)
+        run_in_threads(works, _THREADS if length > _ALONE_BELOW else 1)
 
 
 def find_near(store: Any, replication: Any) -> NearMemory | None:

@@ -47,7 +47,7 @@ _FULL_CODES = ("OOM", "MISCONF", "-OOM")
 class RedisClient:
     """A few connections to one server. See `base.ObjectClient`."""
 
-    lanes = 1
+    num_writers = 1
     has_log = True
 
     def __init__(self, url: StoreUrl) -> None:

@@ -55,7 +55,7 @@ class RemoteStore:
         self._names = Names(url.options.get("prefix", "hw"))
         self._deadline_s = url.seconds("deadline", DEFAULT_DEADLINE_S)
         self.lookup_s = url.seconds("lookup", DEFAULT_LOOKUP_S)
-        self.lanes = client.lanes
+        self.num_writers = client.num_writers
         """How many batches of whole chunks are best stored at a time."""
         self.breaker = CircuitBreaker(str(url), lambda: client.ping(time.monotonic() + self.lookup_s))
         self._guard = Guard(str(url), self.breaker)

@@ -27,7 +27,7 @@ from headwater.stores.events import EventKind, Follower
 from headwater.stores.remote.plan import is_right
 from headwater.stores.tiers.lower import LowerTier, recheck
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
-from headwater.stores.workers import in_lanes
+from headwater.stores.workers import run_in_threads
 
 log = logging.getLogger("headwater")
 
@@ -270,7 +270,7 @@ class Copier:
             while not self._stop and (batch := next(batches, None)) is not None:
                 yield partial(put, batch)
 
-        in_lanes(works(), tier.lanes)
+        run_in_threads(works(), tier.num_writers)
         return all(done)
 
     def _export(self, tier: LowerTier, key: bytes) -> Exported | None:

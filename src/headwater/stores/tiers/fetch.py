@@ -30,13 +30,13 @@ from headwater.stores.base import Filled, Filling, Lease, Piece, RootRef, Status
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.embedded.ticket import Ticket
 from headwater.stores.tiers.lower import LowerTier, recheck
-from headwater.stores.workers import Workers, in_lanes
+from headwater.stores.workers import Workers, run_in_threads
 
 log = logging.getLogger("headwater")
 
 WINDOW_BYTES = 128 << 20
 """Reserved, filled and committed together, unless an eighth of the pending room is less."""
-_LANES = 2
+_THREADS = 2
 """Windows of one fetch that are filled at a time: the source is not idle while a window is reserved or committed."""
 _THREADS = 2
 _RECHECK_S = 5.0
@@ -175,16 +175,16 @@ class TierFetch:
         self._begun_s = time.monotonic()
         try:
             self._hold()
-            num_lanes = _LANES if self._front.mapped else 1
-            in_lanes([self._run_lane] * num_lanes, num_lanes)
+            num_threads = _THREADS if self._front.mapped else 1
+            run_in_threads([self._bring_windows] * num_threads, num_threads)
         except Exception:
             log.exception("a fetch failed; the rest is read from further down")
         finally:
             self._ended_s = time.monotonic()
             self._done.set()
 
-    def _run_lane(self) -> None:
-        """Bring one window after another, while another lane brings those between them."""
+    def _bring_windows(self) -> None:
+        """Bring one window after another, while another thread brings those between them."""
         while (turn := self._begin()) is not None:
             number, window, tickets, sources = turn
             fillings = dict[int, Filling]()
@@ -282,7 +282,7 @@ class TierFetch:
 
     def _window(self) -> Sequence[ChunkRef]:
         extent = self._root.space.spec.extent_bytes(self._root.space.chunk_tokens)
-        most = max(1, min(WINDOW_BYTES, self._front.max_pending_bytes // (4 * _LANES)) // extent)
+        most = max(1, min(WINDOW_BYTES, self._front.max_pending_bytes // (4 * _THREADS)) // extent)
         return self._chunks[self._next : self._next + most]
 
     def _sources(self, window: Sequence[ChunkRef], after: int = -1) -> list[tuple[int, Split] | None]:

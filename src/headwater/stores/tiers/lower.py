@@ -60,7 +60,7 @@ class LowerTier(Source, Protocol):
         """False while its breaker is open."""
 
     @property
-    def lanes(self) -> int:
+    def num_writers(self) -> int:
         """How many batches are best copied to it at a time."""
 
     def own(self) -> None:
@@ -85,7 +85,7 @@ class LocalTier:
         self.counts = Counts()
 
     usable = True
-    lanes = 1
+    num_writers = 1
 
     def own(self) -> None:
         """See `LowerTier`."""
@@ -141,9 +141,9 @@ class RemoteTier:
         return self.store.breaker.closed
 
     @property
-    def lanes(self) -> int:
+    def num_writers(self) -> int:
         """See `LowerTier`."""
-        return self.store.lanes
+        return self.store.num_writers
 
     def own(self) -> None:
         """See `LowerTier`."""
@@ -197,7 +197,7 @@ class SourceTier:
 
     keeps_sums = True
     mode = "never"
-    lanes = 1
+    num_writers = 1
 
     def __init__(self, url: StoreUrl, store: SourceStore) -> None:
         self.url = url
