@@ -68,7 +68,7 @@ def write(pool: Pool, first: int, num_chunks: int = 2) -> list[bytes]:
 def listening(pool: Pool) -> Follower:
     """A follower, from the moment on when its host hears the others."""
     ownership = pool._store._listener._ownership  # type: ignore[attr-defined]
-    wait_until(lambda: ownership.mark(0) is not None, HEARD_S, "the host listens")
+    wait_until(lambda: ownership.log_position(0) is not None, HEARD_S, "the host listens")
     return pool.follow()
 
 
@@ -232,12 +232,12 @@ def test_the_log_stays_short_and_the_copiers_queue_is_not_flooded(redis: Server,
             store._client.remove([], time.monotonic() + HEARD_S, store.announcer.notice(told))
         wait_until(lambda: copier.num_unread >= NUM_SLOTS // 4, HEARD_S, "the ring fills")
         ownership = a._store._listener._ownership  # type: ignore[attr-defined]
-        noted = ownership.mark(0)
+        noted = ownership.log_position(0)
         count = len(held)
         wait_until(lambda: len(held) > count + 20, HEARD_S, "the copier was asked some times more")
         assert max(held) <= NUM_SLOTS // 2
         copier._collect = hand
-        wait_until(lambda: ownership.mark(0) != noted, HEARD_S, "the host goes on listening")
+        wait_until(lambda: ownership.log_position(0) != noted, HEARD_S, "the host goes on listening")
         assert int(_order(redis, ["XLEN", "hw:e"])) <= 1.1 * LOG_ENTRIES
         events = hear(follower, lambda found: bool(found) and found[-1].key == (3 * LOG_ENTRIES).to_bytes(32, "little"))
         assert EventKind.LOST not in {event.kind for event in events}

@@ -27,7 +27,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from headwater.connector import asker
+from headwater.connector import lookups
 from headwater.engine import executor
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
@@ -334,10 +334,10 @@ def silent_stores(over: threading.Event, monkeypatch: pytest.MonkeyPatch) -> lis
 
 LOOKUPS = {"run", "exists", "lease", "touch"}
 SILENT = {
-    "look-ups": (LOOKUPS, 2 * SilentStore.lookup_s + asker.GRACE_S, [0, 0, 0]),
+    "look-ups": (LOOKUPS, 2 * SilentStore.lookup_s + lookups.GRACE_S, [0, 0, 0]),
     "reads": ({"read", "read_shard"}, LOAD_DEADLINE_S + GRACE_S, [0, 0, 0]),
     "writes": ({"write"}, 0.0, [512, 256, 0]),
-    "everything": ({*LOOKUPS, "read", "read_shard", "write"}, 2 * SilentStore.lookup_s + asker.GRACE_S, [0, 0, 0]),
+    "everything": ({*LOOKUPS, "read", "read_shard", "write"}, 2 * SilentStore.lookup_s + lookups.GRACE_S, [0, 0, 0]),
 }
 """What does not answer, how long that may keep all requests together, and what of each prompt is found."""
 

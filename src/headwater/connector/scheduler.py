@@ -417,7 +417,7 @@ class SchedulerSide:
     def _save_last(self, tracked: Tracked, num_computed: int, block_ids: BlockIds) -> None:
         """Order all that is left of a request that loses its blocks."""
         tracked.block_ids = block_ids
-        if not tracked.saves.is_given_up:
+        if not tracked.saves.is_aborted:
             self._before += self._save(tracked, num_computed, ends=True)
 
     def _save_held(self) -> None:
@@ -478,7 +478,7 @@ class SchedulerSide:
         """The end of a request that is not tracked any more."""
         self._finder.release(tracked)
         saves = tracked.saves
-        if saves.is_given_up:
+        if saves.is_aborted:
             num_tokens = self._num_to_save(tracked, tracked.num_most)
             self._lost.add(saves.num_lost(saves.limit(num_tokens, ends=True)))
         elif saves.num_saved:

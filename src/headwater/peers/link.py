@@ -200,7 +200,7 @@ class Link:
         for key in keys:
             for batch, i in list(self._by_key.get(key, ())):
                 if not batch.states[i].is_final:
-                    self._give_up(batch, i, "chunks_unsaved")
+                    self._drop(batch, i, "chunks_unsaved")
 
     def finish(self, transfer: Transfer) -> None:
         """Send whatever the own pool has of a transfer, noted here or not."""
@@ -308,7 +308,7 @@ class Link:
         self._heard.extend(heard)
         if len(found) < len(numbers):
             lost = next(number for number, place in zip(numbers, places, strict=True) if place is None)
-            self._give_up(batch, lost, "chunks_evicted")
+            self._drop(batch, lost, "chunks_evicted")
 
     def _send_data(
         self,
@@ -356,7 +356,7 @@ class Link:
         if not batch.is_open:
             self._finish(batch)
 
-    def _give_up(self, batch: Batch, first: int, why: str) -> None:
+    def _drop(self, batch: Batch, first: int, why: str) -> None:
         self._counts[why] += batch.drop_from(first)
         if batch.is_asked and batch.is_open and self._connection is not None:
             self._request(Type.ABORT, Stop(batch.number, range(first, len(batch.chunks))).encode(), lambda body: None)

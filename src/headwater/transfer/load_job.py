@@ -63,7 +63,7 @@ class Load:
     is_launched: threading.Event = field(default_factory=threading.Event)
     """Nothing more of it will be launched."""
     is_cancelled: bool = False
-    is_given_up: bool = False
+    is_aborted: bool = False
     """It was cancelled, or is too late: nothing of it counts, and nobody need wait for the rest."""
     is_damaged: bool = False
     """Something did not verify."""
@@ -87,7 +87,7 @@ class Load:
 
     def has_launched(self, layer: int) -> bool:
         """Whether a layer (of the whole model) is in place in the order of the device, or nobody need wait for it."""
-        return self.is_given_up or len(self.events) > self.group_of(layer)
+        return self.is_aborted or len(self.events) > self.group_of(layer)
 
     def event_of(self, layer: int) -> DeviceEvent | None:
         """When a layer that was launched is in place; None where it is given up."""

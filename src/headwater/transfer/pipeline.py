@@ -210,7 +210,7 @@ class Pipeline:
         if not load.is_cancelled and time.monotonic() < load.deadline and not load.gate.is_closed:
             return False
         with self._changed:
-            load.is_given_up = True
+            load.is_aborted = True
             self._changed.notify_all()
         return True
 

@@ -1,6 +1,6 @@
 """The parts of one open embedded store, and the two ways to change it: a transaction, and more storage.
 
-A transaction holds the write lock and nothing but memory operations. It leaves a mark while it runs, so that
+A transaction holds the write lock and nothing but memory operations. It sets DIRTY while it runs, so that
 whoever takes the lock after its death rebuilds the index first.
 """
 
@@ -124,7 +124,7 @@ class Core:
                     words[Word.DIRTY] = 0  # raised on purpose, before anything was changed
                     raise
                 except (IndexDamage, IndexError, OverflowError, ValueError, struct.error) as error:
-                    # Only noise in the index leads here; the mark stays, so that the next round rebuilds.
+                    # Only noise in the index leads here; DIRTY stays set, so that the next round rebuilds.
                     log.warning("%s: the index contradicts itself (%s)", self.name, error)
                     continue
                 words[Word.DIRTY] = 0

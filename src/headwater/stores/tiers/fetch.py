@@ -218,7 +218,7 @@ class TierFetch:
                     self._num_windows += 1
                     self._next += len(window.chunks)
                     return window
-                self._give_up(window.tickets)
+                self._abort(window.tickets)
                 while self._turn == turn:
                     self._order.wait()
 
@@ -232,7 +232,7 @@ class TierFetch:
                 tickets = self._reserve(window[: len(sources)], [split for _, split in sources])
         return _Window(self._num_windows, window, tickets, sources)
 
-    def _give_up(self, tickets: Sequence[Ticket]) -> None:
+    def _abort(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             if ticket.status == Status.OK:
                 ticket.abort()  # not committed: it could never be complete
@@ -253,7 +253,7 @@ class TierFetch:
                 if not self._is_short:
                     self._commit(tickets, fillings)
             finally:
-                self._give_up(tickets)
+                self._abort(tickets)
             num_kept = 0 if self._is_short else self._num_complete(window, tickets)
         self._at += num_kept
         self._hold()

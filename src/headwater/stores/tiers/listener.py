@@ -89,7 +89,7 @@ class Listener:
         tier = self._tiers[number]
         if not tier.usable:
             return False
-        after = self._ownership.mark(number)
+        after = self._ownership.log_position(number)
         while self._num_unread() <= _MOST_UNREAD and not self._stop.is_set():
             try:
                 heard = tier.store.hear(after, _BATCH)
