@@ -53,7 +53,7 @@ class Workers:
         """Calls that have not ended."""
         self._num_late = 0
         """Of those: nobody waits for them any more."""
-        self._queue: queue.SimpleQueue[Job | None] | None = None
+        self._queue: queue.SimpleQueue[WorkerCall | None] | None = None
         self._lock = ForkSafeLock()
 
     def call(self, work: Callable[[], object], deadline: float) -> object:
@@ -65,14 +65,14 @@ class Workers:
                 deadline = min(deadline, time.monotonic() + STUCK_PATIENCE_S)
         return self.wait(self._start(work), deadline)
 
-    def begin(self, work: Callable[[], object]) -> Job | None:
+    def begin(self, work: Callable[[], object]) -> WorkerCall | None:
         """Run `work` in a thread while the caller does something else; `wait` for it afterwards. None: hopeless."""
         with self._lock:
             if self._num_late >= self._count:
                 return None
         return self._start(work)
 
-    def wait(self, job: Job, deadline: float) -> object:
+    def wait(self, job: WorkerCall, deadline: float) -> object:
         """The end of what was begun: see `call`."""
         if job.done.wait(max(0.0, deadline - time.monotonic())):
             return job.outcome
@@ -95,7 +95,7 @@ class Workers:
                     self._queue.put(None)
                 self._queue = None
 
-    def _start(self, work: Callable[[], object]) -> Job:
+    def _start(self, work: Callable[[], object]) -> WorkerCall:
         with self._lock:
             if self._queue is None:
                 self._queue = queue.SimpleQueue()
@@ -104,21 +104,21 @@ class Workers:
                         target=_serve, args=(self._queue,), name=f"{self._name}-{number}", daemon=True
                     ).start()
             self.jobs += 1
-            job = Job(work, self._ended)
+            job = WorkerCall(work, self._ended)
             self._queue.put(job)
         return job
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, job: WorkerCall) -> None:
         with self._lock:
             self.jobs -= 1
             self._num_late -= job.is_late
             job.done.set()
 
 
-class Job:
+class WorkerCall:
     """One call on its way."""
 
-    def __init__(self, work: Callable[[], object], ended: Callable[[Job], None]) -> None:
+    def __init__(self, work: Callable[[], object], ended: Callable[[WorkerCall], None]) -> None:
         self._work = work
         self._ended = ended
         self.outcome: object = None
@@ -133,7 +133,7 @@ class Job:
         self._ended(self)
 
 
-def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _serve(jobs: queue.SimpleQueue[WorkerCall | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
         del job  # it may hold a large buffer, and the next one may be long in coming

@@ -19,7 +19,7 @@ from headwater.errors import DeadlineError, HeadwaterError, StoreClosedError, St
 from headwater.kv.topology import Shard
 from headwater.locks import ForkSafeLock
 from headwater.stores.embedded.columns import Columns
-from headwater.stores.embedded.data import Data
+from headwater.stores.embedded.data import DataArea
 from headwater.stores.embedded.index import Index, IndexDamage
 from headwater.stores.embedded.janitor import Janitor
 from headwater.stores.embedded.journal import Journal
@@ -73,7 +73,7 @@ class Core:
         geometry: Geometry,
         index: Index,
         members: Members,
-        data: Data,
+        data: DataArea,
         policy: EvictionPolicy,
         directory: str | None = None,
     ) -> None:

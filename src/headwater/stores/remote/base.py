@@ -17,7 +17,7 @@ from headwater.stores.base import Status
 Bytes = npt.NDArray[np.uint8]
 
 
-class Span(NamedTuple):
+class ObjectRange(NamedTuple):
     """A range of one object, and where its bytes go: contiguous targets that it fills one after another."""
 
     name: str
@@ -66,7 +66,7 @@ class Survey(NamedTuple):
     tails: list[tuple[int, ...]]
 
 
-class Usage(NamedTuple):
+class BackendUsage(NamedTuple):
     """How full a backend is, as far as it says so; zeros where it does not."""
 
     used_bytes: int
@@ -118,7 +118,7 @@ class ObjectClient(Protocol):
     def fetch(self, names: Sequence[str], limit: int, deadline: float) -> list[bytes | None]:
         """Small objects, whole. Longer than `limit` is None."""
 
-    def read(self, spans: Sequence[Span], deadline: float, landed: Landed) -> None:
+    def read(self, spans: Sequence[ObjectRange], deadline: float, landed: Landed) -> None:
         """Bring ranges to their targets, and say at once which have landed, so that they can be verified while they are
         in the cache and others arrive. Nothing is written to a target, and nothing said, after the return."""
 
@@ -149,7 +149,7 @@ class ObjectClient(Protocol):
         """Names that begin like this. For administrators: it may look at everything. Raises BackendError where the
         backend cannot list."""
 
-    def usage(self, deadline: float) -> Usage:
+    def usage(self, deadline: float) -> BackendUsage:
         """How full it is."""
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from headwater.stores.breaker import CircuitBreaker
 from headwater.stores.events import EventKind, Follower
 from headwater.stores.remote.admin import RemoteAdmin
 from headwater.stores.remote.announce import Announcer, Told
-from headwater.stores.remote.base import Heard, ObjectClient, Position, Usage
+from headwater.stores.remote.base import BackendUsage, Heard, ObjectClient, Position
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import Names
 from headwater.stores.remote.memory import Memory
@@ -232,7 +232,7 @@ class RemoteStore:
     def stats(self) -> StoreStats:
         """See `stores.base.Store.stats`. What the backend does not say in time is zero; events are this process's."""
         deadline = time.monotonic() + self.lookup_s
-        usage = self._guard.run("statistics", lambda: self._client.usage(deadline), deadline) or Usage(0, 0)
+        usage = self._guard.run("statistics", lambda: self._client.usage(deadline), deadline) or BackendUsage(0, 0)
         counts = self.counts()
         return StoreStats(
             url=str(self.url),

@@ -30,7 +30,7 @@ NOBODY_KNOWS = Told(EventKind.CLEARED)
 """Something happened that cannot be told any more: look at the pool."""
 
 
-class Listener:
+class TierListener:
     """Follows the logs of all tiers that have one, while this process is the one that copies."""
 
     def __init__(
