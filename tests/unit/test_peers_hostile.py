@@ -19,9 +19,9 @@ from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, whole_shard
 from headwater.peers import wire
-from headwater.peers.caller import Caller, LinkSettings
+from headwater.peers.caller import LinkSettings, PeerCaller
 from headwater.peers.carriers.tcp import Connection
-from headwater.peers.hello import Role, describe_space, scope_of
+from headwater.peers.hello import PeerRole, describe_space, scope_of
 from headwater.peers.receiver import Receiver
 from headwater.pool.space import Space
 from headwater.stores.base import Status
@@ -32,7 +32,7 @@ from support import local_tiles, wait_until
 
 def call(receiver: Receiver, space: Space, *, session: bytes = b"", rank: int = 0, server: int = 9) -> Connection:
     """A connection for pushes, welcomed."""
-    caller = Caller(Role.PUSH, server, rank, scope_of(space), describe_space(space))
+    caller = PeerCaller(PeerRole.PUSH, server, rank, scope_of(space), describe_space(space))
     return caller.call(receiver.address, session or os.urandom(16), LinkSettings())[0]
 
 
@@ -262,7 +262,7 @@ def test_a_space_that_cannot_be_is_refused(number: int) -> None:
     with two_pools() as (one, other), receiving(other) as receiver:
         here = open_space(one)
         lying = json.dumps(SPACES[number](json.loads(describe_space(here)))).encode()
-        caller = Caller(Role.PUSH, 9, 0, scope_of(here), lying)
+        caller = PeerCaller(PeerRole.PUSH, 9, 0, scope_of(here), lying)
         with pytest.raises(PeerRefusedError) as refused:
             caller.call(receiver.address, os.urandom(16), LinkSettings())
         assert refused.value.code in (wire.Refusal.SPACE, wire.Refusal.TENANTS)

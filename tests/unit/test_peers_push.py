@@ -22,9 +22,9 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Topology, whole_shard
 from headwater.peers import wire
 from headwater.peers.address import PeerAddress, parse_address
-from headwater.peers.caller import Caller, LinkSettings
+from headwater.peers.caller import LinkSettings, PeerCaller
 from headwater.peers.carriers.tcp import Connection
-from headwater.peers.hello import Hello, Role, describe_space, new_greeting, scope_of
+from headwater.peers.hello import Hello, PeerRole, describe_space, new_greeting, scope_of
 from headwater.peers.receiver import Receiver
 from headwater.peers.sender import PeerSender, transfer_name
 from headwater.pool.pool import Pool, open_pool
@@ -416,7 +416,7 @@ def test_a_queue_that_is_full_drops_and_counts() -> None:
 
 # ---- strangers --------------------------------------------------------------------------------------------------
 def call(receiver: Receiver, space: Space, settings: LinkSettings | None = None, **changes: object) -> Connection:
-    caller = Caller(Role.PUSH, 5, 0, scope_of(space), describe_space(space))
+    caller = PeerCaller(PeerRole.PUSH, 5, 0, scope_of(space), describe_space(space))
     return replace(caller, **changes).call(receiver.address, os.urandom(16), settings or LinkSettings())[0]  # type: ignore[arg-type]
 
 
@@ -458,7 +458,7 @@ def test_no_secret_no_other_hosts() -> None:
         with pytest.raises(InvalidArgumentError, match="secret"):
             Receiver(pool, PeerAddress("0.0.0.0", 0))
         with pytest.raises(PeerRefusedError, match="secret"):
-            Caller(Role.PUSH, 1, 0).call(parse_address("192.0.2.1:7700"), bytes(16), LinkSettings())
+            PeerCaller(PeerRole.PUSH, 1, 0).call(parse_address("192.0.2.1:7700"), bytes(16), LinkSettings())
 
 
 def frames(space: Space) -> dict[str, bytes]:
@@ -519,7 +519,7 @@ def test_noise_cut_frames_and_silence_before_the_hello(monkeypatch: pytest.Monke
     monkeypatch.setattr("headwater.peers.receiver.HELLO_S", 0.5)
     with two_pools() as (one, other), receiving(other, secret=SECRET) as receiver:
         here = open_space(one)
-        hello = Hello(Role.PUSH, bytes(16), 5, scope=scope_of(here), space=describe_space(here), nonce=bytes(32))
+        hello = Hello(PeerRole.PUSH, bytes(16), 5, scope=scope_of(here), space=describe_space(here), nonce=bytes(32))
         good = wire.encode_frame(wire.Type.HELLO, hello.encode(new_greeting(SECRET).encode(), SECRET))
         for noise in (b"", os.urandom(500), b"GET / HTTP/1.1\r\n\r\n" * 3, good[:20], good[:-1], good):
             with socket.create_connection(receiver.address, 5) as sock:

@@ -97,7 +97,7 @@ def test_lengths_out_of_bounds_are_refused_before_anything_is_received() -> None
 
 # ---- hello ------------------------------------------------------------------------------------------------------
 def caller(space: Space, **changes: object) -> hello.Hello:
-    made = hello.Hello(hello.Role.PUSH, b"s" * 16, 5, 1, 0, b"n" * 32, hello.scope_of(space))
+    made = hello.Hello(hello.PeerRole.PUSH, b"s" * 16, 5, 1, 0, b"n" * 32, hello.scope_of(space))
     return replace(made, space=hello.describe_space(space), **changes)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from headwater.errors import PeerRefusedError
 from headwater.peers.address import PeerAddress, is_loopback
 from headwater.peers.carriers import tcp
-from headwater.peers.hello import NONCE_BYTES, Greeting, Hello, Role, Welcome
+from headwater.peers.hello import NONCE_BYTES, Greeting, Hello, PeerRole, Welcome
 from headwater.peers.wire import Refusal, Type, encode_frame
 
 
@@ -36,10 +36,10 @@ class LinkSettings:
 
 
 @dataclass(frozen=True)
-class Caller:
+class PeerCaller:
     """Who calls, and about which KV."""
 
-    role: Role
+    role: PeerRole
     server: int
     rank: int
     scope: bytes = bytes(32)

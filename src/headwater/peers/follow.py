@@ -14,7 +14,7 @@ import time
 from collections import deque
 
 from headwater.errors import PeerError, PeerGoneError, StoreClosedError
-from headwater.peers.channels import Channel, Channels
+from headwater.peers.channels import Channels, PeerChannel
 from headwater.peers.pull_wire import EventPlace, decode_events
 from headwater.peers.wire import Type
 from headwater.stores.events import Event, EventKind, Follower
@@ -42,7 +42,7 @@ class PeerFollower(Follower):
         self._heard_s = time.monotonic()
         self._reason = "it has not answered yet"
         self._is_closed = False
-        self._channel: Channel | None = None
+        self._channel: PeerChannel | None = None
         self._is_prompt = True
         self._has_begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwater-follow", daemon=True)

@@ -38,7 +38,7 @@ _CLIENT, _SERVER = b"headwater peer caller v1\0", b"headwater peer listener v1\0
 _NO_PROOF = bytes(PROOF_BYTES)
 
 
-class Role(IntEnum):
+class PeerRole(IntEnum):
     """What a connection is for."""
 
     PUSH = 1
@@ -89,7 +89,7 @@ def new_greeting(secret: bytes | None) -> Greeting:
 class Hello:
     """What a caller says first."""
 
-    role: Role
+    role: PeerRole
     session: bytes
     """16 random bytes: the connections of one caller to one listener are one session, and fail together."""
     server: int
@@ -104,7 +104,7 @@ class Hello:
     version: int = VERSION
 
     @property
-    def caller(self) -> tuple[Role, int, int]:
+    def caller(self) -> tuple[PeerRole, int, int]:
         """Who it is: role, server and rank."""
         return self.role, self.server, self.rank
 
@@ -140,7 +140,7 @@ class Hello:
         if number >= MAX_LINK_CONNECTIONS:
             raise WireError(f"connection number {number}: a caller has at most {MAX_LINK_CONNECTIONS}")
         try:
-            return cls(Role(role), session, server, rank, number, nonce, scope, space, version)
+            return cls(PeerRole(role), session, server, rank, number, nonce, scope, space, version)
         except ValueError as error:
             raise PeerRefusedError(f"there is no role {role}", Refusal.ROLE) from error
 

@@ -23,11 +23,11 @@ import numpy.typing as npt
 from headwater.errors import HeadwaterError, PeerError, PeerGoneError, PeerRefusedError, PeerTimeoutError, WireError
 from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress
-from headwater.peers.caller import Caller, LinkSettings
+from headwater.peers.caller import LinkSettings, PeerCaller
 from headwater.peers.carriers import tcp
 from headwater.peers.extra_connections import ExtraConnections
 from headwater.peers.hello import MAX_LINK_CONNECTIONS
-from headwater.peers.outgoing import Batch, Sent, Transfer, consecutive, settle_put
+from headwater.peers.outgoing import PushBatch, PushTransfer, Sent, consecutive, settle_put
 from headwater.peers.tiles import Held, Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Put, Refusal, Stop, Type, encode_frame
 from headwater.pool.space import Space
@@ -45,7 +45,7 @@ _PATIENCE_S = 60.0
 Told = Callable[[], None]
 
 
-class Link:
+class PeerLink:
     """See the module. `tell` may be called from any thread and never waits."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Link:
         address: PeerAddress,
         space: Space,
         shard: Shard,
-        caller: Caller,
+        caller: PeerCaller,
         settings: LinkSettings,
         counts: Counter[str],
     ) -> None:
@@ -79,8 +79,8 @@ class Link:
         """Since when the peer owes an answer: its last one, or the first request after that."""
         self._heard: deque[tuple[Callable[[bytes], None], bytes]] = deque()
         """Answers that have come, in their order."""
-        self._batches: list[Batch] = []
-        self._by_key: dict[bytes, list[tuple[Batch, int]]] = {}
+        self._batches: list[PushBatch] = []
+        self._by_key: dict[bytes, list[tuple[PushBatch, int]]] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closing = False
         self._lock = threading.Lock()
@@ -167,7 +167,7 @@ class Link:
             self._request(Type.PING, b"", lambda body: None)
 
     # ---- what is told -------------------------------------------------------------------------------------------
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: PushBatch) -> None:
         """Announce a batch to the peer."""
         if self.is_dead or batch.transfer.is_cancelled:
             self._counts["chunks_dropped"] += batch.drop_from(0)
@@ -185,7 +185,7 @@ class Link:
 
     def note(self, keys: Sequence[bytes], layers: range) -> None:
         """Layers of some chunks are in the own pool now."""
-        touched: dict[Batch, list[int]] = {}
+        touched: dict[PushBatch, list[int]] = {}
         for key in keys:
             for batch, i in self._by_key.get(key, ()):
                 batch.ready[i].update(layers)
@@ -202,13 +202,13 @@ class Link:
                 if not batch.states[i].is_final:
                     self._drop(batch, i, "chunks_unsaved")
 
-    def finish(self, transfer: Transfer) -> None:
+    def finish(self, transfer: PushTransfer) -> None:
         """Send whatever the own pool has of a transfer, noted here or not."""
         for batch in [b for b in self._batches if b.transfer is transfer]:
             if batch.is_asked:
                 self._send_present(batch)
 
-    def cancel(self, transfer: Transfer) -> None:
+    def cancel(self, transfer: PushTransfer) -> None:
         """Drop what is left of a transfer."""
         transfer.is_cancelled = True
         for batch in [b for b in self._batches if b.transfer is transfer]:
@@ -216,7 +216,7 @@ class Link:
             self._finish(batch)
 
     # ---- sending ------------------------------------------------------------------------------------------------
-    def _ask(self, batch: Batch) -> None:
+    def _ask(self, batch: PushBatch) -> None:
         self._connect()
         self._number += 1
         batch.number = self._number
@@ -233,7 +233,7 @@ class Link:
 
         self._request(Type.PUT, put.encode(), answered)
 
-    def _send_present(self, batch: Batch) -> None:
+    def _send_present(self, batch: PushBatch) -> None:
         """Send what is in the own pool already, whether it was noted here or not."""
         wanted = [i for i, state in enumerate(batch.states) if not state.is_final and not self._is_sent(batch, i)]
         if wanted:
@@ -248,10 +248,10 @@ class Link:
                 held.loan.release()
         self._settle(batch, wanted)
 
-    def _is_sent(self, batch: Batch, i: int) -> bool:
+    def _is_sent(self, batch: PushBatch, i: int) -> bool:
         return len(batch.sent[i]) == len(self._mine.layers)
 
-    def _send_ready(self, batch: Batch, numbers: Sequence[int], held: Held | None = None) -> None:
+    def _send_ready(self, batch: PushBatch, numbers: Sequence[int], held: Held | None = None) -> None:
         """Send the layers of some chunks that are ready and were not sent, in groups. `held`: a loan of all layers."""
         runs: dict[range, list[int]] = {}
         for i in numbers:
@@ -265,7 +265,7 @@ class Link:
             for first in range(run.start, run.stop, step):
                 self._send_layers(batch, some, range(first, min(first + step, run.stop)), held)
 
-    def _send_layers(self, batch: Batch, wanted: Sequence[int], layers: range, held: Held | None) -> None:
+    def _send_layers(self, batch: PushBatch, wanted: Sequence[int], layers: range, held: Held | None) -> None:
         """Send a group of layers of some chunks. A chunk that is not in the own pool any more is given up."""
         todo = [i for i in wanted if not batch.states[i].is_final]
         layouts = layouts_of(self._space.spec, self._shard, [batch.chunks[i] for i in todo], layers)
@@ -284,7 +284,7 @@ class Link:
 
     def _send_lent(
         self,
-        batch: Batch,
+        batch: PushBatch,
         numbers: Sequence[int],
         layers: range,
         layout: Layout,
@@ -312,7 +312,7 @@ class Link:
 
     def _send_data(
         self,
-        batch: Batch,
+        batch: PushBatch,
         numbers: Sequence[int],
         layers: range,
         pieces: Sequence[memoryview],
@@ -344,7 +344,7 @@ class Link:
         self._counts["bytes"] += size
         self._collect()  # answers must not pile up in the kernel
 
-    def _settle(self, batch: Batch, numbers: Sequence[int]) -> None:
+    def _settle(self, batch: PushBatch, numbers: Sequence[int]) -> None:
         """Chunks whose layers were all acknowledged are done; a batch whose chunks all are is over."""
         for i in numbers:
             if batch.states[i] != Sent.WANTED:
@@ -356,21 +356,21 @@ class Link:
         if not batch.is_open:
             self._finish(batch)
 
-    def _drop(self, batch: Batch, first: int, why: str) -> None:
+    def _drop(self, batch: PushBatch, first: int, why: str) -> None:
         self._counts[why] += batch.drop_from(first)
         if batch.is_asked and batch.is_open and self._connection is not None:
             self._request(Type.ABORT, Stop(batch.number, range(first, len(batch.chunks))).encode(), lambda body: None)
         if not batch.is_open:
             self._finish(batch)
 
-    def _finish(self, batch: Batch) -> None:
+    def _finish(self, batch: PushBatch) -> None:
         if batch not in self._batches:
             return
         self._forget(batch)
         if self._connection is not None and batch.number:
             self._request(Type.END, Stop(batch.number).encode(), lambda body: None)
 
-    def _forget(self, batch: Batch) -> None:
+    def _forget(self, batch: PushBatch) -> None:
         self._batches.remove(batch)
         for chunk in batch.chunks:
             left = [entry for entry in self._by_key.get(chunk.key, ()) if entry[0] is not batch]

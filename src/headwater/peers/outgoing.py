@@ -28,10 +28,10 @@ class Sent(Enum):
 
 
 @dataclass(eq=False)
-class Batch:
+class PushBatch:
     """Chunks of one transfer that were announced in one put."""
 
-    transfer: Transfer
+    transfer: PushTransfer
     chunks: tuple[ChunkRef, ...]
     root_payload: bytes = b""
     """How the index describes the root of their chain."""
@@ -73,12 +73,12 @@ class Batch:
 
 
 @dataclass(eq=False)
-class Transfer:
+class PushTransfer:
     """One request's chunks on their way to one peer."""
 
     name: bytes
     """16 bytes that all ranks, the peer and the proxy know it by."""
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[PushBatch] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
     used_s: float = field(default_factory=time.monotonic)
     is_cancelled: bool = False
@@ -109,7 +109,7 @@ class Transfer:
             on_change()
 
 
-def settle_put(batch: Batch, statuses: Sequence[Status]) -> int:
+def settle_put(batch: PushBatch, statuses: Sequence[Status]) -> int:
     """Note a peer's answer to a put; how many chunks it has no room for."""
     for i, status in enumerate(statuses):
         if batch.states[i].is_final:

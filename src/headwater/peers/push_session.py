@@ -20,7 +20,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.peers.carriers.tcp import Connection
 from headwater.peers.hello import Hello
-from headwater.peers.landing import Landing, Part
+from headwater.peers.landing import Landing, PushedPart
 from headwater.peers.tiles import Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Header, Put, Refusal, Stop, Type, encode_frame
 from headwater.pool.match import Match
@@ -40,7 +40,7 @@ class OpenPut:
 
     chunks: tuple[ChunkRef, ...]
     shard: Shard
-    parts: list[Part | Status]
+    parts: list[PushedPart | Status]
 
 
 class _Piece(NamedTuple):
@@ -49,7 +49,7 @@ class _Piece(NamedTuple):
     number: int
     layout: Layout
     first_sum: int
-    part: Part | None
+    part: PushedPart | None
     """None: its bytes are for nobody."""
 
 
@@ -73,7 +73,7 @@ class PushSession:
     def has_begun(self) -> bool:
         """Whether something is pending that only this session can finish."""
         with self._lock:
-            parts = [part for put in self._puts.values() for part in put.parts if isinstance(part, Part)]
+            parts = [part for put in self._puts.values() for part in put.parts if isinstance(part, PushedPart)]
         return any(part.tiles_left and not part.filling.is_dead for part in parts)
 
     def join(self, connection: Connection) -> bool:
@@ -92,7 +92,7 @@ class PushSession:
             self._is_over = True
         for connection in connections:
             connection.shut()
-        self._landing.abort_parts([part for put in puts for part in put.parts if isinstance(part, Part)])
+        self._landing.abort_parts([part for put in puts for part in put.parts if isinstance(part, PushedPart)])
 
     # ---- frames -------------------------------------------------------------------------------------------------
     def handle(self, connection: Connection, header: Header, meta: bytes, deadline: float) -> None:
@@ -119,7 +119,7 @@ class PushSession:
             if len(self._puts) + len(self._opening) >= MAX_PUTS or num_chunks > MAX_OPEN_CHUNKS:
                 raise PeerRefusedError(f"{MAX_PUTS} puts, or {MAX_OPEN_CHUNKS} chunks, are open", Refusal.TOO_MANY)
             self._opening.add(put.put)
-        parts: list[Part | Status] = []
+        parts: list[PushedPart | Status] = []
         is_open = False
         try:
             self._space.adopt(put.chunks[0].root, put.root_payload)
@@ -135,8 +135,8 @@ class PushSession:
             with self._lock:
                 self._opening.discard(put.put)
             if not is_open:
-                self._landing.abort_parts([part for part in parts if isinstance(part, Part)])
-        return bytes([Status.OK if isinstance(part, Part) else part for part in parts])
+                self._landing.abort_parts([part for part in parts if isinstance(part, PushedPart)])
+        return bytes([Status.OK if isinstance(part, PushedPart) else part for part in parts])
 
     def _data(self, connection: Connection, data: Data, num_bytes: int, deadline: float) -> bytes:
         """Receive straight into extents. Nothing is received before every length has been checked."""
@@ -147,7 +147,7 @@ class PushSession:
         pieces, size, num_sums = list[_Piece](), 0, 0
         for number, layout in zip(data.chunks, layouts, strict=True):
             part = put.parts[number]
-            pieces.append(_Piece(number, layout, num_sums, part if isinstance(part, Part) else None))
+            pieces.append(_Piece(number, layout, num_sums, part if isinstance(part, PushedPart) else None))
             size += layout.num_bytes
             num_sums += layout.num_tiles
         if size != num_bytes or num_sums != data.sums.size:
@@ -195,10 +195,10 @@ class PushSession:
         if is_end:
             with self._lock:
                 self._puts.pop(stop.put, None)
-            self._landing.abort_parts([part for part in put.parts if isinstance(part, Part)])
+            self._landing.abort_parts([part for part in put.parts if isinstance(part, PushedPart)])
         elif stop.chunks:
             self._cut(put, min(stop.chunks))
 
     def _cut(self, put: OpenPut, first: int) -> None:
         """Chunks of a put from this one on will not be complete: without it nobody could find the others."""
-        self._landing.abort_parts([part for part in put.parts[first:] if isinstance(part, Part)])
+        self._landing.abort_parts([part for part in put.parts[first:] if isinstance(part, PushedPart)])

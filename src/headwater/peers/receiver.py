@@ -28,7 +28,7 @@ from headwater.errors import (
 )
 from headwater.peers.address import PeerAddress, is_loopback
 from headwater.peers.carriers import tcp
-from headwater.peers.hello import Greeting, Hello, Role, Welcome, new_greeting, open_space
+from headwater.peers.hello import Greeting, Hello, PeerRole, Welcome, new_greeting, open_space
 from headwater.peers.landing import Landing
 from headwater.peers.push_session import PushSession
 from headwater.peers.serving import PullSession
@@ -104,7 +104,7 @@ def _follow(receiver: Receiver, hello: Hello, space: Space | None) -> Session:
     return TellingSession(hello, receiver.pool.first_tier)
 
 
-ROLES: dict[Role, MakeSession] = {Role.PUSH: _push, Role.PULL: _pull, Role.FOLLOW: _follow}
+ROLES: dict[PeerRole, MakeSession] = {PeerRole.PUSH: _push, PeerRole.PULL: _pull, PeerRole.FOLLOW: _follow}
 
 
 class Receiver:
