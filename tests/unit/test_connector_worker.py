@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="the connector needs torch")
 from headwater.connector.arrivals import Arrivals
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.idle import IdleWorker
-from headwater.connector.orders import FlushOrder, Job, LoadOrder, PushOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.orders import FlushOrder, LoadOrder, PushOrder, SaveOrder, StepOrders, StepReport, TransferJob
 from headwater.connector.wire import orders_from_wire, orders_to_wire, report_from_wire, report_to_wire
 from headwater.connector.worker import WorkerSide
 from headwater.errors import InvalidArgumentError
@@ -60,8 +60,8 @@ class Rank:
     def chunks(self, seed: int, count: int = 2, space: Space | None = None) -> list[ChunkRef]:
         return (space or self.space).keys([*range(1000 * seed, 1000 * seed + count * CHUNK)]).chunks()
 
-    def job(self, name: str, chunks: Sequence[ChunkRef], blocks: Sequence[int]) -> Job:
-        return Job.of(name, chunks, np.array(blocks, np.int32))
+    def job(self, name: str, chunks: Sequence[ChunkRef], blocks: Sequence[int]) -> TransferJob:
+        return TransferJob.of(name, chunks, np.array(blocks, np.int32))
 
     def tiles(self, chunk: ChunkRef, blocks: Sequence[int]) -> np.ndarray:
         """What the cache holds of a chunk."""

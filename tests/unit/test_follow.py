@@ -19,7 +19,7 @@ from headwater.connector import finder
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.finder import NOTHING, LoadPlan
 from headwater.connector.scheduler import SchedulerSide
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Pool, Space, open_pool
@@ -40,8 +40,8 @@ def config_of(mode: str = "async") -> ConnectorConfig:
     return ConnectorConfig(pool="memory://", load_mode=mode, min_load_tokens=1, load_deadline_s=WAIT_S)
 
 
-def transfer(wait_s: float = WAIT_S, start_s: float = WAIT_S) -> Transfer:
-    return Transfer(id="7", wait_s=wait_s, start_s=start_s)
+def transfer(wait_s: float = WAIT_S, start_s: float = WAIT_S) -> TransferParams:
+    return TransferParams(id="7", wait_s=wait_s, start_s=start_s)
 
 
 @contextmanager

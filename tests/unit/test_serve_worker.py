@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams
 from headwater.errors import EngineError
 from headwater.serve.messages import Abort, Ready, Shutdown, Stats, Submit, encode
@@ -44,7 +44,7 @@ class Engine:
         params: SamplingParams,
         *,
         cache_salt: str | None,
-        transfer: Transfer | None,
+        transfer: TransferParams | None,
     ) -> None:
         self.added.append(request_id)
         self._requests.append(request_id)

@@ -16,7 +16,7 @@ from headwater.connector.lookups import LookupRunner
 from headwater.connector.orders import ASYNC
 from headwater.connector.stats import SchedulerCounts
 from headwater.connector.tracker import Tracked
-from headwater.connector.transfers import Expected, Transfer
+from headwater.connector.transfers import Expected, TransferParams
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import whole_shard
 from headwater.pool.match import Match
@@ -105,7 +105,7 @@ class Finder:
         return True
 
     # ---- KV that is said to come --------------------------------------------------------------------------------
-    def expect(self, tracked: Tracked, transfer: Transfer) -> None:
+    def expect(self, tracked: Tracked, transfer: TransferParams) -> None:
         """Another server is said to send KV of this prompt: whatever this side would save of it, it may expect."""
         limit = tracked.saves.limit(tracked.num_prompt, ends=False)
         tracked.expected = Expected(transfer, tuple(tracked.saves.chunks(tracked.keys, limit)))

@@ -15,13 +15,13 @@ import numpy.typing as npt
 from headwater.connector.orders import (
     ORDER_MODES,
     FlushOrder,
-    Job,
     JobGroup,
     LoadOrder,
     PushOrder,
     SaveOrder,
     StepOrders,
     StepReport,
+    TransferJob,
 )
 from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import KEY_BYTES, ChunkRef
@@ -188,11 +188,11 @@ class _Reader:
         if self._num_chunks != len(self._sizes) or self._num_blocks != len(self._block_ids):
             raise ValueError("chunks or blocks that belong to no job")
 
-    def _job(self, fields: dict[str, Any]) -> Job:
+    def _job(self, fields: dict[str, Any]) -> TransferJob:
         groups = tuple(self._group(*group) for group in fields["groups"])
         if not groups:
             raise ValueError("a job without groups")
-        return Job(str(fields["request_id"]), groups)
+        return TransferJob(str(fields["request_id"]), groups)
 
     def _group(
         self, root: str, parent: str, number: int, first_token: int, num_chunks: int, num_blocks: int

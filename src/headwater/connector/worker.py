@@ -18,7 +18,16 @@ import numpy.typing as npt
 from headwater.connector.arrivals import Arrivals, OnEnd
 from headwater.connector.clock import PROCESS_THREADS, timed
 from headwater.connector.config import ConnectorConfig
-from headwater.connector.orders import BLOCKING, LAYERWISE, Job, LoadOrder, PushOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.orders import (
+    BLOCKING,
+    LAYERWISE,
+    LoadOrder,
+    PushOrder,
+    SaveOrder,
+    StepOrders,
+    StepReport,
+    TransferJob,
+)
 from headwater.connector.push_desk import OnPushed, PushDesk
 from headwater.connector.staging import ring_bytes
 from headwater.connector.stats import TRANSFER_BUCKETS_S, Durations, Times, TransferStats
@@ -320,7 +329,7 @@ class WorkerSide:
         """Chunks are stored under a root that this process must know."""
         self._space.root(tenant=order.tenant, adapter=order.adapter)
 
-    def _unpack(self, job: Job) -> SaveRequest:
+    def _unpack(self, job: TransferJob) -> SaveRequest:
         """The job in blocks of the view, where those are smaller than the engine's."""
         if self._ratio == 1:
             return SaveRequest(job.request_id, job.chunks, job.block_ids)

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from headwater.connector.pushes import FLUSH_S
 from headwater.connector.stats import TransferStats
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.batch import make_step_input
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import choose_placement, device_kind
 from headwater.engine.executor import BaseExecutor, Executor, Pending
 from headwater.engine.identity import engine_identity
-from headwater.engine.link import Link, NoPool, PoolLink
+from headwater.engine.link import EngineLink, NoPool, PoolLink
 from headwater.engine.pages import PagePool
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from headwater.engine.prefix import create_prefix_cache
@@ -96,7 +96,7 @@ class Engine:
         *,
         checkpoint: Checkpoint | None = None,
         executor: BaseExecutor | None = None,
-        link: Link | None = None,
+        link: EngineLink | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.checkpoint = checkpoint or open_checkpoint(config.model, config.load_format)
@@ -140,7 +140,7 @@ class Engine:
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
-        transfer: Transfer | None = None,
+        transfer: TransferParams | None = None,
     ) -> None:
         """Queue a request. It uses, and leaves behind, KV of its salt alone; a `transfer` says that another server
         sends KV of its prompt. Raises RequestError for what can never be served, and then nothing has changed."""
@@ -267,7 +267,7 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _connect(self) -> Link:
+    def _connect(self) -> EngineLink:
         """Join the pool, if one is wanted, and if the files that all ranks have loaded are still those that there
         were before: otherwise nobody knows the name of what runs."""
         connector = self.config.connector

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from headwater import errors
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineDeadError, EngineError, HeadwaterError, RequestError
@@ -59,7 +59,7 @@ class Job(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     cache_salt: str | None = None
-    transfer: Transfer | None = None
+    transfer: TransferParams | None = None
 
 
 class Arrival(NamedTuple):

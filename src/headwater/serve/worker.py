@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from headwater.connector.metrics import distributions, snapshot
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineError, HeadwaterError, RequestError
@@ -65,7 +65,7 @@ class EngineLike(Protocol):
         params: SamplingParams,
         *,
         cache_salt: str | None,
-        transfer: Transfer | None,
+        transfer: TransferParams | None,
     ) -> Any: ...
     def abort(self, request_id: str) -> Any: ...
     def step(self) -> list[RequestOutput]: ...

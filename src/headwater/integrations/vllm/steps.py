@@ -8,7 +8,7 @@ from typing import Any
 from headwater.connector.orders import ASYNC, StepOrders, StepReport
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.tracker import Inputs, Scheduled
-from headwater.connector.transfers import KEY, Transfer, parse_transfer
+from headwater.connector.transfers import KEY, TransferParams, parse_transfer
 from headwater.errors import InvalidArgumentError
 from headwater.integrations.vllm.adapters import Adapters
 from headwater.integrations.vllm.inputs import request_inputs
@@ -147,7 +147,7 @@ class Steps:
         return request_inputs(request, self._adapters)
 
 
-def _transfer(request: Any) -> Transfer | None:
+def _transfer(request: Any) -> TransferParams | None:
     """What the request says of KV that another server sends. vLLM has accepted the request, so it cannot be refused."""
     try:
         return parse_transfer(getattr(request, "kv_transfer_params", None))
