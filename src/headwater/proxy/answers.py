@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from headwater.errors import RequestError
 from headwater.proxy.calls import CallBody
-from headwater.proxy.fleet import Server
+from headwater.proxy.fleet import FleetServer
 from headwater.proxy.legs import RETRIED, Attempt
 from headwater.proxy.upstream import Headers, UpstreamError, end_to_end
 from headwater.serve.connections import BodyRoom
@@ -59,7 +59,7 @@ class CompletionAnswer(Response):
         assert call is not None
         prompt = await self._proxy.keys_of(call)
         refusal: _Refusal | None = None
-        tried: list[Server] = []
+        tried: list[FleetServer] = []
         next_attempt = partial(self._proxy.attempt, call, prompt, self._target, self._request_headers)
         while (attempt := next_attempt(tried)) is not None:
             tried.append(attempt.server)
@@ -133,7 +133,7 @@ class PassedAnswer(Response):
             self._room.release()
 
     async def _run(self, send: Send) -> None:
-        tried: list[Server] = []
+        tried: list[FleetServer] = []
         while (server := self._proxy.any_server(tried)) is not None:
             tried.append(server)
             server.num_running += 1
@@ -149,7 +149,7 @@ class PassedAnswer(Response):
                 server.num_running -= 1
         raise RequestError(f"no server answered ({len(tried)} tried); try later", code="no_server")
 
-    async def _pass(self, server: Server, send: Send) -> None:
+    async def _pass(self, server: FleetServer, send: Send) -> None:
         timely = self._proxy.timely
         reply = await timely(
             server.upstream.request(self._method, self._target, self._request_headers, self._body), first=True

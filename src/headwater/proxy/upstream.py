@@ -66,7 +66,7 @@ class Upstream:
 
     async def request(
         self, method: str, target: str, headers: Iterable[tuple[bytes, bytes]] = (), body: bytes = b""
-    ) -> Reply:
+    ) -> UpstreamReply:
         """Send a request and return the head of its reply. Raises UpstreamError. No time limit but for connecting and
         sending: callers bring their own."""
         sent = [(b"host", self._netloc), *headers]
@@ -74,7 +74,7 @@ class Upstream:
             sent.append((b"content-length", str(len(body)).encode()))
         while True:
             connection, is_reused = await self._connection()
-            reply = Reply(self, connection)
+            reply = UpstreamReply(self, connection)
             try:
                 await self._send(connection, method, self._path + target, sent, body)
                 await reply._read_head()
@@ -148,7 +148,7 @@ class Upstream:
             self._idle.append((asyncio.get_running_loop().time(), connection))
 
 
-class Reply:
+class UpstreamReply:
     """A reply whose body is still to come."""
 
     def __init__(self, upstream: Upstream, connection: _Open) -> None:

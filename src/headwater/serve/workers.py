@@ -24,21 +24,21 @@ JOIN_S = 2.0
 _Result = TypeVar("_Result")
 
 
-class Piece(Enum):
+class PieceLength(Enum):
     """How much work a job's next piece is. One thread never takes a long one."""
 
     SHORT = 0
     LONG = 1
 
 
-Job = Generator[Piece, None, _Result]
+TextJob = Generator[PieceLength, None, _Result]
 """Yields what its next piece will be; the first piece of every job is short."""
 
 
 class _Ticket(Generic[_Result]):
     """A job on its way, and the future that its caller waits for."""
 
-    def __init__(self, job: Job[_Result], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, job: TextJob[_Result], loop: asyncio.AbstractEventLoop) -> None:
         self.job = job
         self.done: asyncio.Future[_Result] = loop.create_future()
         self._loop = loop
@@ -52,18 +52,18 @@ class _Ticket(Generic[_Result]):
             self._loop.call_soon_threadsafe(unless_done)
 
 
-class Workers:
+class TextWorkers:
     """Two daemon threads: the process can end whatever they are doing. Close them when the server stops."""
 
     def __init__(self, max_jobs: int = MAX_JOBS) -> None:
         self._max_jobs = max_jobs
-        self._queues: dict[Piece, deque[_Ticket[Any]]] = {piece: deque() for piece in Piece}
+        self._queues: dict[PieceLength, deque[_Ticket[Any]]] = {piece: deque() for piece in PieceLength}
         self._tickets: set[_Ticket[Any]] = set()
         self._closing: HeadwaterError | None = None
         self._news = threading.Condition()
         self._threads = [
             threading.Thread(target=self._work, args=(pieces,), name="headwater-text", daemon=True)
-            for pieces in ((Piece.LONG, Piece.SHORT), (Piece.SHORT,))
+            for pieces in ((PieceLength.LONG, PieceLength.SHORT), (PieceLength.SHORT,))
         ]
         for thread in self._threads:
             thread.start()
@@ -73,7 +73,7 @@ class Workers:
         """Jobs that wait or run."""
         return len(self._tickets)
 
-    async def run(self, job: Job[_Result]) -> _Result:
+    async def run(self, job: TextJob[_Result]) -> _Result:
         """What the job returns or raises. Cancelling drops what is left of it.
 
         Raises RequestError ("overloaded") if too many jobs wait, EngineDeadError once the server stops.
@@ -86,7 +86,7 @@ class Workers:
                 text = f"{len(self._tickets)} requests are waiting to be read, and no more are taken; try later"
                 raise RequestError(text, code="overloaded")
             self._tickets.add(ticket)
-            self._queues[Piece.SHORT].append(ticket)
+            self._queues[PieceLength.SHORT].append(ticket)
             self._news.notify_all()
         try:
             return await ticket.done
@@ -96,8 +96,8 @@ class Workers:
     async def call(self, work: Callable[[], _Result]) -> _Result:
         """`run` for work that is one short piece."""
 
-        def job() -> Job[_Result]:
-            yield Piece.SHORT
+        def job() -> TextJob[_Result]:
+            yield PieceLength.SHORT
             return work()
 
         return await self.run(job())
@@ -125,7 +125,7 @@ class Workers:
                 with suppress(ValueError):
                     waiting.remove(ticket)
 
-    def _work(self, pieces: tuple[Piece, ...]) -> None:
+    def _work(self, pieces: tuple[PieceLength, ...]) -> None:
         while (ticket := self._take(pieces)) is not None:
             try:
                 piece = next(ticket.job)
@@ -137,7 +137,7 @@ class Workers:
                 self._put_back(ticket, piece)
             del ticket  # it holds the text of a request
 
-    def _take(self, pieces: tuple[Piece, ...]) -> _Ticket[Any] | None:
+    def _take(self, pieces: tuple[PieceLength, ...]) -> _Ticket[Any] | None:
         with self._news:
             while self._closing is None:
                 for piece in pieces:
@@ -146,7 +146,7 @@ class Workers:
                 self._news.wait()
         return None
 
-    def _put_back(self, ticket: _Ticket[Any], piece: Piece) -> None:
+    def _put_back(self, ticket: _Ticket[Any], piece: PieceLength) -> None:
         with self._news:
             if ticket in self._tickets and self._closing is None:
                 self._queues[piece].append(ticket)

@@ -33,7 +33,7 @@ from headwater.connector.worker import WorkerSide
 from headwater.integrations.vllm.adapters import check_loaded
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import as_vllm_event
-from headwater.integrations.vllm.messages import Greeting, StepMetadata, WorkerMetadata
+from headwater.integrations.vllm.messages import StepMetadata, WorkerGreeting, WorkerMetadata
 from headwater.integrations.vllm.options import read_options, settle_load_mode
 from headwater.integrations.vllm.reloads import Freshness
 from headwater.integrations.vllm.startup import (
@@ -209,7 +209,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         Inside `MultiConnector` the greetings of another connector may come instead: then the first reports tell.
         """
         pool = self._options.connector.pool
-        greetings = [given for given in metadata.values() if isinstance(given, Greeting) and given.pool == pool]
+        greetings = [given for given in metadata.values() if isinstance(given, WorkerGreeting) and given.pool == pool]
         declined = next((greeting.declined for greeting in greetings if greeting.declined), "")
         reason = declined or self._why_apart({given.home for given in greetings})
         if self._steps is not None and reason:
@@ -314,7 +314,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Whether this worker takes part, and where its pool is."""
         declined = self._worker.reason if isinstance(self._worker, IdleWorker) else ""
-        return Greeting(self._options.connector.pool, declined, self._member.home if self._member else "")
+        return WorkerGreeting(self._options.connector.pool, declined, self._member.home if self._member else "")
 
     @timed
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
