@@ -86,7 +86,7 @@ def test_a_chunk_twice_in_a_put() -> None:
         for keys in ([chunk.key] * 2, [chunk.root]):
             connection = call(receiver, here)
             refs = [chunk._replace(key=key) for key in keys]
-            with pytest.raises(PeerRefusedError, match="refuses"):
+            with pytest.raises(PeerRefusedError, match="refused"):
                 ask(connection, put_frame(here, refs, shard))
             connection.close()
         is_over(receiver)

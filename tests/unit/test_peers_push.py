@@ -505,7 +505,7 @@ def test_frames_out_of_bounds_close_the_connection_and_leave_nothing() -> None:
         for count, (name, frame) in enumerate(frames(here).items(), 1):
             connection = call(receiver, here)
             connection.send(frame, time.monotonic() + 5)
-            with pytest.raises(PeerRefusedError, match="refuses"):
+            with pytest.raises(PeerRefusedError, match="refused"):
                 _hear_to_the_end(connection)
             connection.close()
             assert receiver.counts["refused_not_ours"] == count, name

@@ -203,11 +203,11 @@ def _small_plan():
         (PageSpan([0], 0, 5), "need 2 blocks"),
         (PageSpan([0, 4], 0, 5), "from 0 to 3"),
         (PageSpan([0, -1], 0, 5), "from 0 to 3"),
-        (PageSpan([0], -1, 1), "cannot be"),
-        (PageSpan([0], 0, 0), "cannot be"),
+        (PageSpan([0], -1, 1), "expected at least 1, from 0 on"),
+        (PageSpan([0], 0, 0), "expected at least 1, from 0 on"),
     ],
 )
-def test_spans_that_cannot_be(span: PageSpan, message: str) -> None:
+def test_spans_out_of_bounds_are_refused(span: PageSpan, message: str) -> None:
     view, plan = _small_plan()
     with pytest.raises(InvalidArgumentError, match=message):
         plan_spans(view, plan.shard, [span])

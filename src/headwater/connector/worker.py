@@ -235,7 +235,9 @@ class WorkerSide:
         if self._arrivals.has(LAYERWISE):
             if not self._loader.finish_layers() and not self._is_silent:
                 self._is_silent = True
-                log.warning("steps do not announce all layers; from now on they wait for all KV before they compute")
+                log.warning(
+                    "the engine does not announce all layers; from now on each step waits for its KV before it computes"
+                )
             self._arrivals.wait(LAYERWISE)
 
     def discard(self, orders: StepOrders | None = None) -> None:

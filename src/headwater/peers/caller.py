@@ -51,7 +51,9 @@ class PeerCaller:
         """A connection of a session, ready for requests. Raises PeerError where there is none to be had in time."""
         secret = settings.secret
         if secret is None and not is_loopback(address.host):
-            raise PeerRefusedError(f"{address} is another host, and there is no secret to prove to it", Refusal.SECRET)
+            raise PeerRefusedError(
+                f"{address} is another host, and no secret is configured; give both ends a secret file", Refusal.SECRET
+            )
         connection = tcp.connect(address, settings.connect_s, settings.tls)
         try:
             deadline = time.monotonic() + settings.io_s

@@ -92,7 +92,7 @@ class PeerChannel:
         self._await_bytes(deadline)
         header, meta = self.connection.receive(deadline)
         if header.type != kind or header.number != self._number:
-            raise WireError(f"a {header.type.name} frame that nobody asked for")
+            raise WireError(f"unexpected {header.type.name} frame")
         return header, meta
 
     def _await_bytes(self, deadline: float) -> None:

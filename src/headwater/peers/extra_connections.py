@@ -80,5 +80,5 @@ def _exchange(connection: Connection, frame: bytes, pieces: Sequence[memoryview]
     connection.send(frame, deadline, pieces)
     header, body = connection.receive(max(deadline, time.monotonic() + 1.0))
     if header.type != Type.ANSWER or header.data_bytes:
-        raise WireError(f"a {header.type.name} frame instead of an answer")
+        raise WireError(f"got a {header.type.name} frame; expected an answer")
     return body

@@ -71,7 +71,7 @@ class PeerFollower(Follower):
             raise StoreClosedError(f"{self._name} was closed")
         silent_s = time.monotonic() - self._heard_s
         if silent_s > SILENCE_S:
-            raise PeerGoneError(f"{self._name} was not heard for {silent_s:.1f} s: {self._reason}")
+            raise PeerGoneError(f"{self._name} sent nothing for {silent_s:.1f} s: {self._reason}")
 
     def close(self) -> None:
         """Stop. Idempotent."""
@@ -98,7 +98,7 @@ class PeerFollower(Follower):
                 log.debug("%s: its events are interrupted: %s", self._name, error)
             except Exception as error:
                 self._reason = str(error)
-                log.exception("%s: following failed; it is tried again", self._name)
+                log.exception("%s: following its events failed; trying again", self._name)
             finally:
                 channel, self._channel = self._channel, None
                 if channel is not None:

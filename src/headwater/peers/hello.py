@@ -75,7 +75,7 @@ class Greeting:
         """Read what `encode` wrote. Raises PeerRefusedError for another version, WireError for anything else."""
         _check_version(meta)
         if len(meta) != _GREETING.size:
-            raise WireError("a greeting of another size")
+            raise WireError("a greeting has the wrong size")
         version, has_secret, nonce = _GREETING.unpack(meta)
         return cls(nonce, bool(has_secret), version)
 
@@ -142,7 +142,7 @@ class Hello:
         try:
             return cls(PeerRole(role), session, server, rank, number, nonce, scope, space, version)
         except ValueError as error:
-            raise PeerRefusedError(f"there is no role {role}", Refusal.ROLE) from error
+            raise PeerRefusedError(f"unknown role {role}", Refusal.ROLE) from error
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,11 @@ class Welcome:
         proof, body = meta[:PROOF_BYTES], meta[PROOF_BYTES:]
         _check_version(body)
         if not hmac.compare_digest(proof, prove(secret, _SERVER, greeting + hello, body)):
-            raise PeerRefusedError("the listener does not know this secret", Refusal.SECRET)
+            raise PeerRefusedError(
+                "the listener has another secret; give both ends the same secret file", Refusal.SECRET
+            )
         if len(body) != _WELCOME.size:
-            raise WireError("a welcome of another size")
+            raise WireError("a welcome has the wrong size")
         _, silence_ms, share_bytes = _WELCOME.unpack(body)
         return cls(silence_ms, share_bytes)
 
@@ -183,7 +185,9 @@ def prove(secret: bytes | None, who: bytes, heard: bytes, said: bytes) -> bytes:
 def _check_version(body: bytes) -> None:
     version = int.from_bytes(body[:2], "little")
     if len(body) < 2 or version != VERSION:
-        raise PeerRefusedError(f"it speaks version {version} of the peers' wire, not {VERSION}", Refusal.VERSION)
+        raise PeerRefusedError(
+            f"the other end speaks version {version} of the peer protocol; expected {VERSION}", Refusal.VERSION
+        )
 
 
 # ---- which KV ---------------------------------------------------------------------------------------------------
@@ -205,7 +209,7 @@ def open_space(pool: Pool, hello: Hello, accepted: Collection[bytes] = ()) -> Sp
     """
     if accepted and not any(hmac.compare_digest(hello.scope, scope) for scope in accepted):
         raise PeerRefusedError(
-            "this receiver takes KV of another model, spec, chunk size or tenant secret", Refusal.SPACE
+            "this receiver accepts KV of another model, spec, chunk size or tenant secret only", Refusal.SPACE
         )
     try:
         described = json.loads(hello.space)
@@ -217,5 +221,5 @@ def open_space(pool: Pool, hello: Hello, accepted: Collection[bytes] = ()) -> Sp
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PeerRefusedError("the description of the space cannot be read", Refusal.SPACE) from error
     if not hmac.compare_digest(hello.scope, scope_of(space)):
-        raise PeerRefusedError("the caller has another tenant secret", Refusal.TENANTS)
+        raise PeerRefusedError("the caller has another tenant secret; give both ends the same one", Refusal.TENANTS)
     return space

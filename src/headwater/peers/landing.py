@@ -191,7 +191,7 @@ class Landing:
         Raises WireError, and enters none, where one of the layers has come or is coming: it may be in use by now."""
         with self._lock:
             if any(not part.begun.isdisjoint(layers) for part, layers in parts):
-                raise WireError("tiles that have come already")
+                raise WireError("tiles were sent twice")
             alive = [not part.filling.is_dead and not part.is_closed for part, _ in parts]
             for (part, layers), is_alive in zip(parts, alive, strict=True):
                 part.begun.update(layers)

@@ -162,7 +162,7 @@ class PeerLink:
             self._counts["chunks_stale"] += batch.drop_from(0)
             self._finish(batch)
         if self._asked and now - self._owed_s > self._settings.io_s + sum([s for _, s in self._asked.values()]) / 10e6:
-            raise PeerTimeoutError("the peer answers nothing any more")
+            raise PeerTimeoutError("the peer did not answer in time")
         if self._batches and self._connection is not None and now - self._spoke_s > self._silence_s / 4:
             self._request(Type.PING, b"", lambda body: None)
 
@@ -428,7 +428,7 @@ class PeerLink:
             header, body = self._connection.receive(time.monotonic() + self._settings.io_s)
             asked = self._asked.pop(header.number, None)
             if header.type != Type.ANSWER or header.data_bytes or asked is None:
-                raise WireError(f"a {header.type.name} frame that nobody asked for")
+                raise WireError(f"unexpected {header.type.name} frame")
             self._num_failures, self._owed_s = 0, time.monotonic()
             self._heard.append((asked[0], body))
 
@@ -465,7 +465,7 @@ class PeerLink:
         self._num_failures += 1
         self._counts["timeouts" if is_late else "failures"] += 1
         self.dead_until = time.monotonic() + self._settings.dead_s * (1 << min(3, self._num_failures) if is_late else 1)
-        log.warning("pushes to %s are dropped for a moment: %s", self.address, error)
+        log.warning("pushes to %s are dropped until it answers again: %s", self.address, error)
         self._drop_all()
 
     def _drop_all(self) -> None:

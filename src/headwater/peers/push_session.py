@@ -105,7 +105,7 @@ class PushSession:
         elif header.type in (Type.END, Type.ABORT):
             self._stop(Stop.decode(meta), is_end=header.type == Type.END)
         elif header.type != Type.PING:
-            raise WireError(f"a {header.type.name} frame has no place in a push")
+            raise WireError(f"a {header.type.name} frame is not allowed in a push")
         connection.send(encode_frame(Type.ANSWER, body, number=header.number), time.monotonic() + _ANSWER_S)
 
     def _put(self, put: Put) -> bytes:

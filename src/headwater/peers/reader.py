@@ -169,7 +169,7 @@ class PeerStore:
             with self._channels.use(space, end, is_question=True) as channel:
                 header, answer = channel.ask(kind, meta, end)
                 if header.data_bytes:
-                    raise WireError("an answer with data that nobody asked for")
+                    raise WireError("an answer has data that was not requested")
                 return decode(answer)
 
         return self._guarded("look-up", space, work, end)

@@ -245,7 +245,7 @@ class Receiver:
         if isinstance(error, PeerRefusedError) and error.code in list(Refusal):
             code = Refusal(error.code)
         self.counts[f"refused_{code.name.lower()}"] += 1
-        log.info("a peer is refused: %s", error)
+        log.info("refused a peer: %s", error)
         if connection is not None:
             with contextlib.suppress(PeerError):
                 connection.send(encode_refusal(code, str(error)), time.monotonic() + 0.5)
@@ -278,7 +278,7 @@ class Receiver:
         with self._lock:
             session = self._sessions.get(hello.session)
             if session is not None and (session.hello.caller, session.hello.scope) != (hello.caller, hello.scope):
-                raise PeerRefusedError("that session is another caller's", Refusal.NOT_OURS)
+                raise PeerRefusedError("that session belongs to another caller", Refusal.NOT_OURS)
             if session is None:
                 replaced = [old for old in self._sessions.values() if old.hello.caller == hello.caller]
                 session = self._sessions[hello.session] = make(self, hello, space)

@@ -45,7 +45,9 @@ def transfer_name(text: str) -> bytes:
     try:
         name = bytes.fromhex(text)
     except (ValueError, TypeError) as error:
-        raise InvalidArgumentError(f"{str(text)[:80]!r} is no id of a transfer; expected hexadecimal digits") from error
+        raise InvalidArgumentError(
+            f"{str(text)[:80]!r} is not the id of a transfer; expected hexadecimal digits"
+        ) from error
     if not 1 <= len(name) <= TRANSFER_BYTES:
         raise InvalidArgumentError(f"an id of a transfer has 2 to {2 * TRANSFER_BYTES} hexadecimal digits")
     return name.ljust(TRANSFER_BYTES, b"\0")

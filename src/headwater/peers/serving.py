@@ -87,7 +87,7 @@ class PullSession(PeerSession):
     def handle(self, connection: Connection, header: Header, meta: bytes, deadline: float) -> None:
         """Do what a frame says, and answer it. Raises PeerError where the connection must be closed."""
         if header.data_bytes:
-            raise WireError("a pull brings no data")
+            raise WireError("a pull request must not carry data")
         if header.type == Type.READ:
             self._read(connection, header.number, self._decode(meta))
             return
@@ -101,7 +101,7 @@ class PullSession(PeerSession):
         elif header.type == Type.PING:
             body = b""
         else:
-            raise WireError(f"a {header.type.name} frame has no place in a pull")
+            raise WireError(f"a {header.type.name} frame is not allowed in a pull")
         connection.send(encode_frame(Type.ANSWER, body, number=header.number), time.monotonic() + _ANSWER_S)
 
     def _exists(self, pairs: Sequence[tuple[bytes, bytes]], is_use: bool) -> bytes:

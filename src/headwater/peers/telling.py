@@ -44,7 +44,7 @@ class TellingSession(PeerSession):
     def handle(self, connection: Connection, header: Header, meta: bytes, deadline: float) -> None:
         """Do what a frame says, and answer it. Raises PeerError where the connection must be closed."""
         if header.data_bytes:
-            raise WireError("a follower brings no data")
+            raise WireError("a follower's request must not carry data")
         if header.type == Type.FOLLOW:
             self._follow(connection, header.number, EventPlace.decode(meta))
         elif header.type == Type.LIST:
@@ -55,7 +55,7 @@ class TellingSession(PeerSession):
         elif header.type == Type.PING:
             self._answer(connection, header.number, b"")
         else:
-            raise WireError(f"a {header.type.name} frame has no place in following")
+            raise WireError(f"a {header.type.name} frame is not allowed from a follower")
 
     def _answer(self, connection: Connection, number: int, body: bytes) -> None:
         connection.send(encode_frame(Type.ANSWER, body, number=number), time.monotonic() + _SEND_S)

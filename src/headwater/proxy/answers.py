@@ -70,7 +70,7 @@ class CompletionAnswer(Response):
                     await attempt.begin()
                 except UpstreamError as error:
                     attempt.server.note_failure(error)
-                    log.warning("a request found no answer: %s", error)
+                    log.warning("no server answered a request: %s", error)
                     continue
                 if attempt.status not in RETRIED:
                     # Streams may go on for long: nothing of the request stays.
@@ -142,7 +142,7 @@ class PassedAnswer(Response):
                 return
             except UpstreamError as error:
                 server.note_failure(error)
-                log.warning("a request found no answer: %s", error)
+                log.warning("no server answered a request: %s", error)
                 if not (error.refused or self._method == "GET") or error.heard:
                     break  # it may have done what it was asked
             finally:

@@ -93,7 +93,7 @@ class CallBody:
         try:
             params = _fields.decode(given)
         except msgspec.MsgspecError:
-            raise RequestError(f"{PARAMS} is no object", param=PARAMS) from None
+            raise RequestError(f"{PARAMS} is not an object", param=PARAMS) from None
         params.pop(OURS, None)
         return params
 
@@ -112,7 +112,7 @@ def parse_call(body: bytes, *, is_chat: bool) -> CallBody:
     try:
         fields = _fields.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is no JSON object: {error}", code="invalid_json") from None
+        raise RequestError(f"the body is not a JSON object: {error}", code="invalid_json") from None
     call = CallBody(is_chat, fields, len(body))
     call._client_params()  # refused here, before anything is sent
     return call

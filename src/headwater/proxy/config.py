@@ -150,7 +150,7 @@ def _checked_peer(text: str | None) -> str | None:
         return None
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"peer={text!r} is no address; expected HOST:PORT")
+        raise ConfigError(f"peer={text!r} is not an address; expected HOST:PORT")
     return text
 
 
@@ -160,5 +160,5 @@ def _checked_weight(text: str) -> float:
     except ValueError:
         weight = 0.0
     if not 0.001 <= weight <= 1000:
-        raise ConfigError(f"weight={text!r} is no weight; expected a number from 0.001 to 1000")
+        raise ConfigError(f"weight={text!r} is not a weight; expected a number from 0.001 to 1000")
     return weight

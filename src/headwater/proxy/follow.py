@@ -104,7 +104,11 @@ class Feed:
             except (HeadwaterError, OSError) as error:
                 if str(error) != reported:
                     reported = str(error)
-                    log.warning("events of %s: %s; until they are back, what was sent counts", self.source.name, error)
+                    log.warning(
+                        "events of %s: %s; until they are back, the index counts the requests sent to it",
+                        self.source.name,
+                        error,
+                    )
             finally:
                 self._believe(False)
                 self.source.close()

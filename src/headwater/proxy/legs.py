@@ -176,7 +176,7 @@ class Attempt:
                 return
         self.body, self.is_whole = bytes(body), True
         if reply.status == 200 and not self.body.lstrip()[:1] == b"{":
-            raise UpstreamError(f"{self.server.name} answered with what is no JSON object", heard=True)
+            raise UpstreamError(f"{self.server.name} answered with something other than a JSON object", heard=True)
 
     def _has_room(self, num_bytes: int) -> bool:
         try:

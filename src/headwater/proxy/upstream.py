@@ -116,7 +116,7 @@ class Upstream:
             text = f"{self.url} took no connection within {self._connect_timeout_s:g} s"
             raise UpstreamError(text, refused=True) from None
         except (OSError, ValueError) as error:
-            raise UpstreamError(f"{self.url} takes no connection: {error}", refused=True, gone=True) from error
+            raise UpstreamError(f"{self.url} refused the connection: {error}", refused=True, gone=True) from error
         sock = writer.get_extra_info("socket")
         if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_TIMEOUT_S * 1000))
@@ -217,7 +217,7 @@ class UpstreamReply:
                 if not data and not self._has_heard:
                     raise UpstreamError(f"{url} closed the connection without a reply")
         except h11.RemoteProtocolError as error:
-            raise UpstreamError(f"{url} sent what is no HTTP reply, or half of one: {error}", heard=True) from error
+            raise UpstreamError(f"{url} sent a malformed or incomplete HTTP reply: {error}", heard=True) from error
         except OSError as error:
             raise UpstreamError(f"{url} broke off: {error}", heard=self._has_heard) from error
         if isinstance(event, h11.ConnectionClosed):

@@ -78,7 +78,7 @@ class VllmSource:
         except TimeoutError:
             return await self._missed()
         if len(frames) != 3 or len(frames[1]) != 8:
-            raise BackendError(f"a message of {len(frames)} frames is no KV event of vLLM")
+            raise BackendError(f"a message of {len(frames)} frames is not a KV event of vLLM")
         batch = _Batch(int.from_bytes(frames[1], "big"), frames[2])
         last = self._last
         # After events were repeated, some come once more; after a restart, the server counts from 0 again.
@@ -153,7 +153,7 @@ class VllmSource:
             socket.connect(address)
         except zmq.ZMQError as error:
             socket.close(linger=0)
-            raise BackendError(f"{address} is no address of ZMQ: {error}") from error
+            raise BackendError(f"{address} is not a ZMQ address: {error}") from error
         return socket
 
 
@@ -165,7 +165,7 @@ class _Batch:
             values = msgspec.msgpack.decode(payload)
             self.number, self.time_s, self.events = number, float(values[0]), list(values[1])
         except (msgspec.MsgspecError, LookupError, TypeError, ValueError, RecursionError) as error:
-            raise BackendError(f"a message is no batch of KV events: {error!r}") from error
+            raise BackendError(f"a message is not a batch of KV events: {error!r}") from error
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Batch) and (self.number, self.time_s) == (other.number, other.time_s)
@@ -195,7 +195,7 @@ class BlockNames:
         try:
             return [event for fields in batch.events for event in self._event(_named(fields))]
         except (msgspec.MsgspecError, HeadwaterError, LookupError, TypeError, ValueError, RecursionError) as error:
-            raise BackendError(f"a message is no batch of KV events: {error!r}") from error
+            raise BackendError(f"a message is not a batch of KV events: {error!r}") from error
 
     def _event(self, fields: Mapping[str, Any]) -> list[SourceEvent]:
         place = str(fields.get("medium") or "")

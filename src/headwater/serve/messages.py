@@ -191,4 +191,4 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise EngineError(f"a frame of {len(body)} bytes holds no message: {error}") from error
+        raise EngineError(f"a frame of {len(body)} bytes holds a malformed message: {error}") from error

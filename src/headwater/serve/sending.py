@@ -26,7 +26,9 @@ def impatient(send: Send) -> Send:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send(message)
         except TimeoutError:
-            raise ClientStalledError(f"the client read nothing for {SEND_TIMEOUT_S:g} s; it is given up") from None
+            raise ClientStalledError(
+                f"the client read nothing for {SEND_TIMEOUT_S:g} s; its request is aborted"
+            ) from None
 
     async def in_pieces(message: Message) -> None:
         body = memoryview(message.get("body", b""))

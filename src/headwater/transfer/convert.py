@@ -120,7 +120,9 @@ def plan_spans(view: PagedView, shard: Shard, spans: Sequence[PageSpan]) -> Conv
     blocks, first_block, offsets, num_rows, total = [], [], [], [], 0
     for span in spans:
         if span.first_token < 0 or span.num_tokens < 1:
-            raise InvalidArgumentError(f"a span of {span.num_tokens} tokens from token {span.first_token} cannot be")
+            raise InvalidArgumentError(
+                f"a span has {span.num_tokens} tokens from token {span.first_token}; expected at least 1, from 0 on"
+            )
         ids = known.get(id(span.block_ids))
         if ids is None:
             ids = known[id(span.block_ids)] = _checked_blocks(span.block_ids, view.num_blocks)

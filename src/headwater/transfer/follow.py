@@ -204,10 +204,10 @@ class LoadFollower:
                 try:
                     is_busy |= self._step(follow)
                 except HeadwaterError as error:
-                    log.warning("a load stops following the pool: %s", error)
+                    log.warning("a load stopped following chunks that are being filled: %s", error)
                     follow.is_stopped = True
                 except Exception:
-                    log.exception("a load stops following the pool")
+                    log.exception("a load stopped following chunks that are being filled")
                     follow.is_stopped = True
             if not is_busy:
                 now = time.monotonic()

@@ -252,7 +252,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             yield
         except Exception as error:
-            log.exception("Headwater fails, and is left")
+            log.exception("Headwater failed; vLLM goes on without it")
             self._switch_off(f"{type(error).__name__}: {error}")
 
     def _why_apart(self, homes: AbstractSet[str]) -> str:
@@ -278,7 +278,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             )
             return
         transfer.kv_load_failure_policy = "recompute"
-        log.info("Headwater: kv_load_failure_policy is set to recompute: what the pool cannot give is computed")
+        log.info("Headwater: kv_load_failure_policy is set to recompute, so a failed load is computed instead")
 
     # ---- the worker side ----------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -308,7 +308,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             yield
         except Exception as error:
-            log.exception("Headwater fails in this worker, and is left")
+            log.exception("Headwater failed in this worker; vLLM goes on without it")
             self._decline(f"{type(error).__name__}: {error}")
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

@@ -152,5 +152,5 @@ def _transfer(request: Any) -> TransferParams | None:
     try:
         return parse_transfer(getattr(request, "kv_transfer_params", None))
     except InvalidArgumentError as error:
-        log.warning("a request expects nothing from elsewhere: %s", error)
+        log.warning("the kv_transfer_params of a request are ignored: %s", error)
         return None

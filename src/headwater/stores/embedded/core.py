@@ -109,7 +109,7 @@ class Core:
     def transact(self, work: Callable[[], T], deadline: float) -> T:
         """Run `work` under the write lock. Raises DeadlineError where the lock is not to be had in time."""
         if not self.members.lock(deadline):
-            raise DeadlineError(f"{self.name}: another process holds the write lock and does not let go")
+            raise DeadlineError(f"{self.name}: another process held the write lock past the deadline")
         words = self.index.words
         try:
             for _ in range(2):
@@ -144,7 +144,7 @@ class Core:
             # A full device is no reason to stop: the pool lives on in the segments it has.
             self._grow_after = time.monotonic() + _GROW_PAUSE_S
             reason = "no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
-            log.warning("%s: segment %d gets no storage (%s); evicting instead", self.name, segment, reason)
+            log.warning("%s: no storage for segment %d (%s); evicting instead", self.name, segment, reason)
             return False
 
         def activate() -> None:

@@ -152,7 +152,7 @@ class MooncakeClient:
         stream = MooncakeStream(self._ready(deadline), spans, self._blocks, deadline)
         job = self._workers.begin(stream.work)
         if job is None:
-            raise BackendError("every thread waits for a call that does not end")
+            raise BackendError("all threads are blocked in calls that do not return")
         try:
             meanwhile()
             left = len(spans)
@@ -231,7 +231,7 @@ class MooncakeClient:
     def _list_tail(self, name: str, num_tokens: int, deadline: float) -> None:
         """Put a length in front. Two hosts that do so at once may lose one: a tail that is not found, nothing more."""
         if not self._listing.acquire(max(0.0, deadline - time.monotonic())):
-            raise DeadlineError("other lists of tails take too long")
+            raise DeadlineError("waiting for other updates of tail lists took too long")
         try:
             known = self._tails(name, deadline)
             if known[:1] == (num_tokens,):
@@ -290,7 +290,11 @@ class MooncakeClient:
             self._given = True
         answer = store.allocate_and_mount_segment(size, self._config.protocol)
         if answer.get("ret"):
-            log.warning("%s did not take the memory of this host: %s", self._name, answer.get("ret"))
+            log.warning(
+                "%s could not add this host's memory to the pool (error %s); its segment is not used",
+                self._name,
+                answer.get("ret"),
+            )
             self._given = False
         elif self._config.prefer_local:
             tries = (find_near(store, self._replication) for _ in range(_NEAR_TRIES))

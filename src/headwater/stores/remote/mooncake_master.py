@@ -59,7 +59,7 @@ class MasterMetrics:
             raise DeadlineError(f"the master's port {self._port} does not answer in time") from error
         except (OSError, http.client.HTTPException) as error:
             raise BackendError(
-                f"Mooncake's clients cannot list what there is, only its master can, and nobody answers at "
+                f"Mooncake's clients cannot list what there is, only its master can, and there is no answer at "
                 f"{self._host}:{self._port} ({error}); say where its metrics are with metrics=PORT"
             ) from error
         finally:

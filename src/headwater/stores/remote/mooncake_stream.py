@@ -57,7 +57,7 @@ class MooncakeStream:
                 spans = [self._spans[i] for i in batch.spans]
                 block = self._blocks.take(sum(span.length for span in spans), self._deadline)
                 if block is None:
-                    raise BackendError("all transfer buffers wait for calls that do not end")
+                    raise BackendError("all transfer buffers are held by calls that do not return")
                 try:
                     codes = _get(self._store, block, spans, batch.places)
                 except BaseException:

@@ -202,7 +202,7 @@ class RedisClient:
                 connection.send(command.take(), deadline)
                 reply = connection.reply(deadline, limit=64 * _SCAN_COUNT, depth=2)
             if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
-                raise BackendError("the server's answer to SCAN makes no sense")
+                raise BackendError("the server's answer to SCAN is malformed")
             cursor = reply[0] if isinstance(reply[0], bytes) else b"0"
             yield from (name.decode("ascii", "replace") for name in reply[1] if isinstance(name, bytes))
             if cursor == b"0":
@@ -266,7 +266,7 @@ class RedisClient:
                 except StorePermissionError:
                     raise
                 except BackendError as error:
-                    raise BackendError(f"{self._host}:{self._port} does not let us in: {error}") from error
+                    raise BackendError(f"{self._host}:{self._port} refused the login: {error}") from error
         except BaseException:
             connection.close()
             raise
@@ -317,7 +317,7 @@ def _entries(reply: Reply) -> list[tuple[Position, bytes]]:
         name, fields = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
         numbers = name.split(b"-") if isinstance(name, bytes) else []
         if len(numbers) != 2 or not all(number.isdigit() and len(number) <= 20 for number in numbers):
-            raise BackendError("the server's answer to XRANGE makes no sense")
+            raise BackendError("the server's answer to XRANGE is malformed")
         value = fields[1] if isinstance(fields, list) and len(fields) == 2 else b""
         found.append(((int(numbers[0]), int(numbers[1])), value if isinstance(value, bytes) else b""))
     return found

@@ -126,7 +126,7 @@ class RedisConnection:
                 if sent:
                     views[0] = views[0][sent:]
         except TimeoutError as error:
-            raise DeadlineError("the server does not take what it is sent in time") from error
+            raise DeadlineError("the server stopped reading") from error
         except OSError as error:
             raise BackendError(f"the connection broke while sending: {error}") from error
 
@@ -156,7 +156,7 @@ class RedisConnection:
             if not -1 <= count <= limit:
                 raise BackendError(f"the server announced {count} values; at most {limit} were expected")
             return None if count < 0 else [self.reply(deadline, limit, depth - 1) for _ in range(count)]
-        raise BackendError(f"the server answered {line[:32]!r}, which is no Redis protocol")
+        raise BackendError(f"the server answered {line[:32]!r}, which is not the Redis protocol")
 
     def bulk_into(self, targets: Sequence[Bytes], length: int, deadline: float) -> bool:
         """An answer of exactly that length, straight into these targets; False where it is nil, empty or shorter."""
@@ -251,7 +251,7 @@ def _addresses(host: str, port: int, deadline: float) -> list[Any]:
     if failed:
         raise failed[0]
     if asking.is_alive():
-        raise TimeoutError(f"nobody says where {host} is")
+        raise TimeoutError(f"the name {host} could not be resolved in time")
     return found
 
 

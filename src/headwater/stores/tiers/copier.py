@@ -151,7 +151,7 @@ class Copier:
             except StoreClosedError:
                 return
             except Exception:  # a copy that fails must not end all copying
-                log.exception("copying to slower tiers failed; it goes on")
+                log.exception("copying to lower tiers failed; trying again")
                 self._wake.wait(_RETRY_S)
 
     def _become_owner(self) -> bool:
@@ -285,7 +285,7 @@ class Copier:
             for item in orphans:
                 self._put_chain(tier, item)
         except HeadwaterError as error:
-            log.warning("%s took no copy: %s", tier.url, error)
+            log.warning("copying to %s failed: %s", tier.url, error)
             return False
         finally:
             for item in batch:

@@ -178,7 +178,7 @@ class TierFetch:
             num_threads = _THREADS if self._front.mapped else 1
             run_in_threads([self._bring_windows] * num_threads, num_threads)
         except Exception:
-            log.exception("a fetch failed; the rest is read from further down")
+            log.exception("a fetch failed; the rest is read from lower tiers directly")
         finally:
             self._ended_s = time.monotonic()
             self._done.set()
@@ -416,7 +416,7 @@ def _told() -> Iterator[None]:
     except HeadwaterError as error:
         log.warning("a fetch ended early: %s", error)
     except Exception:
-        log.exception("a fetch failed; the rest is read from further down")
+        log.exception("a fetch failed; the rest is read from lower tiers directly")
 
 
 def _is_right(tiles: Tiles, filling: Filling) -> bool:

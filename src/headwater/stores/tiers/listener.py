@@ -81,7 +81,7 @@ class TierListener:
             except StoreClosedError:
                 return
             except Exception:  # what one entry does must not end all listening
-                log.exception("listening to other hosts failed; it goes on")
+                log.exception("listening to other hosts failed; trying again")
                 pause_s = _PAUSE_S
 
     def _follow(self, number: int) -> bool:
@@ -98,7 +98,7 @@ class TierListener:
             self._failures[number] = 0
             if heard is None:
                 if number not in self._refused:
-                    log.warning("%s keeps no log of events; those of other hosts do not reach this one", tier.url)
+                    log.warning("%s keeps no log of events, so events of other hosts do not reach this one", tier.url)
                     self._refused.add(number)
                 return False
             events = tier.store.announcer.foreign(heard.values)
@@ -118,14 +118,14 @@ class TierListener:
         """A server that is away is asked again. If it answers, but its log cannot be read, the log is removed, as all
         noise is: what is too long to be read once would be so for ever, and for every host."""
         tier = self._tiers[number]
-        log.debug("%s: its events cannot be heard: %s", tier.url, error)
+        log.debug("%s: its events cannot be read: %s", tier.url, error)
         try:
             tier.store.ping()
             self._failures[number] += 1
             if self._failures[number] >= _PATIENCE:
                 self._failures[number] = 0
                 tier.store.remove_log()
-                log.warning("%s: what stood in the place of its events made no sense, and was removed", tier.url)
+                log.warning("%s: its log of events was malformed and has been removed", tier.url)
         except (HeadwaterError, OSError):
             pass  # not now
         return False

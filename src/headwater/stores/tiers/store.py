@@ -343,7 +343,7 @@ class TieredStore:
                         seen.add(info.key)
                         yield info
             except (BackendError, DeadlineError) as error:
-                log.warning("a tier is not listed: %s", error)
+                log.warning("a tier could not be listed: %s", error)
 
     def stats(self) -> StoreStats:
         """The first tier's figures, and a line for each tier."""
