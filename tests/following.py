@@ -163,7 +163,7 @@ class Engine:
         report = StepReport()
         for rank in self.ranks:
             report = report.merged(rank.side.take_report())
-        return self.side.hear(report)
+        return self.side.handle_report(report)
 
     def ended(self) -> LoadEnd:
         """Wait for the end of the load."""

@@ -20,7 +20,7 @@ from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.stores.events import NUM_SLOTS, Event, EventKind, Follower
 from headwater.stores.remote import connect
-from headwater.stores.remote.announce import Told
+from headwater.stores.remote.announce import LogEvent
 from headwater.stores.remote.base import LOG_ENTRIES
 from headwater.stores.url import parse_url
 
@@ -228,7 +228,7 @@ def test_the_log_stays_short_and_the_copiers_queue_is_not_flooded(redis: Server,
         copier._collect = held_back  # it has something else to do
         store = b._store._tiers[0].store  # type: ignore[attr-defined]
         for start in range(0, 3 * LOG_ENTRIES, 512):
-            told = [Told(STORED, (start + n + 1).to_bytes(32, "little"), 0, 8) for n in range(512)]
+            told = [LogEvent(STORED, (start + n + 1).to_bytes(32, "little"), 0, 8) for n in range(512)]
             store._client.remove([], time.monotonic() + HEARD_S, store.announcer.notice(told))
         wait_until(lambda: copier.num_unread >= NUM_SLOTS // 4, HEARD_S, "the ring fills")
         ownership = a._store._listener._ownership  # type: ignore[attr-defined]

@@ -287,4 +287,4 @@ def test_a_thread_that_cannot_be_had_does_not_end_the_receiver(monkeypatch: pyte
         assert ask(connection, wire.encode_frame(wire.Type.PING)) == []
         connection.close()
         is_over(receiver)
-        assert receiver._num_strangers == 0
+        assert receiver._num_unproven == 0

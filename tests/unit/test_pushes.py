@@ -83,8 +83,8 @@ def test_the_shortest_rank_decides_how_much_was_sent(space: Space) -> None:
     assert side.pushes.finish("a", is_wanted=True)
     ((name, _, deadline_s),) = side.order([]).flushes
     assert (name, deadline_s > 0) == ("a", True)
-    assert [*side.pushes.hear(StepReport(pushed={"a": (2 * CHUNK,)}))] == []
-    assert [*side.pushes.hear(StepReport(pushed={"a": (CHUNK,), "nobody": (1,)}))] == [("a", CHUNK)]
+    assert [*side.pushes.handle_report(StepReport(pushed={"a": (2 * CHUNK,)}))] == []
+    assert [*side.pushes.handle_report(StepReport(pushed={"a": (CHUNK,), "nobody": (1,)}))] == [("a", CHUNK)]
 
 
 def test_two_requests_of_one_transfer_are_told_apart(space: Space) -> None:

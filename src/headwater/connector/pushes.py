@@ -97,7 +97,7 @@ class Pushes:
         self._orders, self._flushes = [], []
         return taken
 
-    def hear(self, report: StepReport) -> Iterable[tuple[str, int]]:
+    def handle_report(self, report: StepReport) -> Iterable[tuple[str, int]]:
         """Flushes that are over on all ranks: the request, and how many of its tokens are with the peer."""
         for request_id, counts in report.pushed.items():
             if request_id in self._ranks:

@@ -317,9 +317,9 @@ class SchedulerSide:
             if (tracked := self._tracked.get(order.job.request_id)) is not None:
                 tracked.saves.lower(order.job.chunks[0].first_token)
 
-    def hear(self, report: StepReport | None, invalid_blocks: Iterable[int] = ()) -> list[LoadEnd]:
-        """What the workers said after a step, and which blocks the engine was told not to use; loads that have ended on
-        all ranks."""
+    def handle_report(self, report: StepReport | None, invalid_blocks: Iterable[int] = ()) -> list[LoadEnd]:
+        """Take the workers' report of a step, and the blocks that the engine was told not to use. Returns the loads
+        that have ended on all ranks."""
         invalid, report = set(invalid_blocks), report or StepReport()
         for request_id in report.ended:
             tracked = self._former.get(request_id) or self._tracked.get(request_id)

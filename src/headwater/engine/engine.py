@@ -187,7 +187,7 @@ class Engine:
         Without overlap the step is read at once. An output comes at most once per request and call.
         """
         outputs, self._aborted = self._aborted, []
-        self._hear()
+        self._handle_report()
         if not self._may_overlap():
             outputs += self._land()
         step = self._scheduler.schedule()
@@ -291,9 +291,9 @@ class Engine:
             dummy_page=self.plan.num_pages,
         )
 
-    def _hear(self) -> bool:
+    def _handle_report(self) -> bool:
         """Let requests go on whose KV has come from the pool; whether there were any."""
-        ends = self._link.hear(self._executor.take_report())
+        ends = self._link.handle_report(self._executor.take_report())
         for arrival, num_tokens in ends:
             waiting = (*self._scheduler.running, *self._scheduler.abandoned)
             self._scheduler.loaded(next(r for r in waiting if r.arrival == arrival), num_tokens)
@@ -304,7 +304,9 @@ class Engine:
         num_fetching, deadline = self._link.num_fetching, time.monotonic() + LOAD_WAIT_S
         num_flushing = self._num_flushing
         while num_fetching or self._link.is_loading or num_flushing:
-            has_news = self._hear() or self._link.num_fetching != num_fetching or self._num_flushing != num_flushing
+            has_news = (
+                self._handle_report() or self._link.num_fetching != num_fetching or self._num_flushing != num_flushing
+            )
             if has_news or time.monotonic() >= deadline:
                 return
             time.sleep(LOAD_POLL_S)
@@ -361,7 +363,7 @@ class Engine:
         sampled = pending.wait()
         while step.is_loading:  # computed with KV that came meanwhile: was it right?
             self._executor.check_alive()
-            if not self._hear():
+            if not self._handle_report():
                 time.sleep(LOAD_POLL_S)
         logprobs = unpack_logprobs(sampling, requests, sampled)
         outputs = []

@@ -88,7 +88,7 @@ class EngineLink(Protocol):
         """The step was not computed."""
         ...
 
-    def hear(self, report: StepReport) -> list[RequestLoadEnd]:
+    def handle_report(self, report: StepReport) -> list[RequestLoadEnd]:
         """What the ranks said; the loads that have ended on all of them."""
         ...
 
@@ -138,7 +138,7 @@ class NoPool:
     def step_failed(self, orders: StepOrders) -> None:
         """Nothing to do."""
 
-    def hear(self, report: StepReport) -> list[RequestLoadEnd]:
+    def handle_report(self, report: StepReport) -> list[RequestLoadEnd]:
         """Nothing is told."""
         return []
 
@@ -220,12 +220,12 @@ class PoolLink:
         """Order its saves again with a later step."""
         self._side.step_failed(orders)
 
-    def hear(self, report: StepReport) -> list[RequestLoadEnd]:
+    def handle_report(self, report: StepReport) -> list[RequestLoadEnd]:
         """The shortest rank decides how long a load is, and a push."""
-        for name, num_tokens in self._side.pushes.hear(report):
+        for name, num_tokens in self._side.pushes.handle_report(report):
             self._flushing.discard(int(name))
             self._pushed.append(PushEnd(int(name), num_tokens))
-        return [RequestLoadEnd(int(name), num_tokens) for name, num_tokens in self._side.hear(report)]
+        return [RequestLoadEnd(int(name), num_tokens) for name, num_tokens in self._side.handle_report(report)]
 
     def add_to(self, stats: TransferStats) -> TransferStats:
         """Tokens that were looked up and loaded, and how long requests waited."""

@@ -39,7 +39,7 @@ class PeerFollower(Follower):
         self._place = EventPlace() if since is None else EventPlace(since)
         self._waiting: deque[Event] = deque()
         self._news = threading.Condition()
-        self._heard_s = time.monotonic()
+        self._last_frame_s = time.monotonic()
         self._reason = "it has not answered yet"
         self._is_closed = False
         self._channel: PeerChannel | None = None
@@ -69,7 +69,7 @@ class PeerFollower(Follower):
     def _check(self) -> None:
         if self._is_closed:
             raise StoreClosedError(f"{self._name} was closed")
-        silent_s = time.monotonic() - self._heard_s
+        silent_s = time.monotonic() - self._last_frame_s
         if silent_s > SILENCE_S:
             raise PeerGoneError(f"{self._name} sent nothing for {silent_s:.1f} s: {self._reason}")
 
@@ -92,7 +92,7 @@ class PeerFollower(Follower):
                 self._connect()
                 pause_s = _FIRST_PAUSE_S
                 while not self._is_closed:
-                    self._hear()
+                    self._read_events()
             except PeerError as error:
                 self._reason = str(error)
                 log.debug("%s: its events are interrupted: %s", self._name, error)
@@ -113,18 +113,18 @@ class PeerFollower(Follower):
         channel = self._channel = self._channels.open(None, deadline)
         _, meta = channel.ask(Type.FOLLOW, self._place.encode(), deadline)
         self._place = EventPlace.decode(meta)
-        self._heard_s = time.monotonic()
+        self._last_frame_s = time.monotonic()
         if not self._has_begun.is_set():
             self.position = self._place.position
             if not self._is_prompt:  # nobody knows what happened since it was asked for
                 self._take([Event(self.position, EventKind.LOST, "")])
             self._has_begun.set()
 
-    def _hear(self) -> None:
+    def _read_events(self) -> None:
         assert self._channel is not None
         _, meta = self._channel.next(time.monotonic() + SILENCE_S, Type.EVENTS)
         position, events = decode_events(meta)
-        self._heard_s = time.monotonic()
+        self._last_frame_s = time.monotonic()
         self._place = self._place._replace(position=position)
         if events:
             self._take(events)

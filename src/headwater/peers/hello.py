@@ -174,12 +174,12 @@ class Welcome:
         return cls(silence_ms, share_bytes)
 
 
-def prove(secret: bytes | None, who: bytes, heard: bytes, said: bytes) -> bytes:
-    """That whoever says `said` after having heard `heard` has the secret; zeros where there is none."""
+def prove(secret: bytes | None, end: bytes, received: bytes, sent: bytes) -> bytes:
+    """Proof that the end which sends `sent` after `received` has the secret; zeros if there is none."""
     if secret is None:
         return _NO_PROOF
-    sized = struct.pack("<I", len(heard)) + heard + said
-    return hmac.new(secret, who + sized, "sha256").digest()
+    sized = struct.pack("<I", len(received)) + received + sent
+    return hmac.new(secret, end + sized, "sha256").digest()
 
 
 def _check_version(body: bytes) -> None:

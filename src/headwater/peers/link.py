@@ -42,7 +42,7 @@ _DIVIDED_BYTES = 8 << 20
 _PATIENCE_S = 60.0
 """A transfer that nothing happens to for so long is dropped."""
 
-Told = Callable[[], None]
+Task = Callable[[], None]
 
 
 class PeerLink:
@@ -67,17 +67,17 @@ class PeerLink:
         self._counts = counts
         self.dead_until = 0.0
         self._num_failures = 0
-        self._inbox: deque[Told] = deque()
+        self._inbox: deque[Task] = deque()
         self._connection: tcp.Connection | None = None
         self._extra = ExtraConnections()
         self._silence_s = 5.0
-        self._spoke_s = 0.0
+        self._last_sent_s = 0.0
         self._number = 0
-        self._asked: dict[int, tuple[Callable[[bytes], None], int]] = {}
+        self._unanswered: dict[int, tuple[Callable[[bytes], None], int]] = {}
         """Requests without an answer, by number, each with the bytes of its data."""
-        self._owed_s = 0.0
+        self._waiting_since_s = 0.0
         """Since when the peer owes an answer: its last one, or the first request after that."""
-        self._heard: deque[tuple[Callable[[bytes], None], bytes]] = deque()
+        self._answers: deque[tuple[Callable[[bytes], None], bytes]] = deque()
         """Answers that have come, in their order."""
         self._batches: list[PushBatch] = []
         self._by_key: dict[bytes, list[tuple[PushBatch, int]]] = {}
@@ -93,7 +93,7 @@ class PeerLink:
         """Whether the peer failed a moment ago: pushes to it are dropped at once."""
         return time.monotonic() < self.dead_until
 
-    def tell(self, what: Told, *, always: bool = False) -> bool:
+    def tell(self, what: Task, *, always: bool = False) -> bool:
         """Have something done by the thread, in its turn; False where it has too much before it."""
         with self._lock:
             if self._is_closing or (len(self._inbox) >= self._settings.max_queued and not always):
@@ -142,7 +142,7 @@ class PeerLink:
             if self._connection.has_buffered:
                 return
             poller.register(self._connection.fileno(), select.POLLIN)
-        wait_s = min(self._silence_s / 4, 1.0) if self._batches or self._asked else 10.0
+        wait_s = min(self._silence_s / 4, 1.0) if self._batches or self._unanswered else 10.0
         if not self._inbox:
             poller.poll(wait_s * 1000)
         try:
@@ -153,17 +153,21 @@ class PeerLink:
     def _step(self) -> None:
         while self._inbox and not self._is_closing:
             self._inbox.popleft()()
-            self._hear()
-        self._hear()
+            self._read_answers()
+        self._read_answers()
         if self._is_closing:
             return
         now = time.monotonic()
         for batch in [b for b in self._batches if now - b.transfer.used_s > _PATIENCE_S]:
             self._counts["chunks_stale"] += batch.drop_from(0)
             self._finish(batch)
-        if self._asked and now - self._owed_s > self._settings.io_s + sum([s for _, s in self._asked.values()]) / 10e6:
+        if (
+            self._unanswered
+            and now - self._waiting_since_s
+            > self._settings.io_s + sum([s for _, s in self._unanswered.values()]) / 10e6
+        ):
             raise PeerTimeoutError("the peer did not answer in time")
-        if self._batches and self._connection is not None and now - self._spoke_s > self._silence_s / 4:
+        if self._batches and self._connection is not None and now - self._last_sent_s > self._silence_s / 4:
             self._request(Type.PING, b"", lambda body: None)
 
     # ---- what is told -------------------------------------------------------------------------------------------
@@ -192,7 +196,7 @@ class PeerLink:
                 touched.setdefault(batch, []).append(i)
         for batch, numbers in touched.items():
             batch.transfer.used_s = time.monotonic()
-            if batch.is_asked:
+            if batch.is_announced:
                 self._send_ready(batch, numbers)
 
     def lose(self, keys: Sequence[bytes]) -> None:
@@ -205,7 +209,7 @@ class PeerLink:
     def finish(self, transfer: PushTransfer) -> None:
         """Send whatever the own pool has of a transfer, noted here or not."""
         for batch in [b for b in self._batches if b.transfer is transfer]:
-            if batch.is_asked:
+            if batch.is_announced:
                 self._send_present(batch)
 
     def cancel(self, transfer: PushTransfer) -> None:
@@ -228,7 +232,7 @@ class PeerLink:
                 raise WireError("an answer that does not fit its put")
             self._counts["chunks_refused"] += settle_put(batch, [Status(code) for code in body])
             self._counts["chunks_there"] += batch.states.count(Sent.THERE)
-            batch.is_asked = True
+            batch.is_announced = True
             self._send_present(batch)
 
         self._request(Type.PUT, put.encode(), answered)
@@ -304,8 +308,8 @@ class PeerLink:
                 sent = [numbers[row] for row in rows]
                 self._send_data(batch, sent, layers, pieces, sums[rows], layout.num_bytes, at // most)
         finally:
-            heard = self._extra.finish()  # the loan ends after this
-        self._heard.extend(heard)
+            answers = self._extra.finish()  # the loan ends after this
+        self._answers.extend(answers)
         if len(found) < len(numbers):
             lost = next(number for number, place in zip(numbers, places, strict=True) if place is None)
             self._drop(batch, lost, "chunks_evicted")
@@ -333,7 +337,7 @@ class PeerLink:
             self._settle(batch, numbers)
 
         # Not before the peer has answered the put: connections overtake each other.
-        if batch.is_asked and self._extra.takes(turn):
+        if batch.is_announced and self._extra.takes(turn):
             frame = encode_frame(Type.DATA, meta, data_bytes=size)
             self._extra.send(turn, frame, pieces, self._deadline(size), answered)
             self._counts["extra_connection_bytes"] += size
@@ -358,7 +362,7 @@ class PeerLink:
 
     def _drop(self, batch: PushBatch, first: int, why: str) -> None:
         self._counts[why] += batch.drop_from(first)
-        if batch.is_asked and batch.is_open and self._connection is not None:
+        if batch.is_announced and batch.is_open and self._connection is not None:
             self._request(Type.ABORT, Stop(batch.number, range(first, len(batch.chunks))).encode(), lambda body: None)
         if not batch.is_open:
             self._finish(batch)
@@ -391,7 +395,7 @@ class PeerLink:
         for number in range(1, min(self._settings.connections, MAX_LINK_CONNECTIONS)):
             self._extra.add(self._caller.call(self.address, session, self._settings, number)[0])
         self._silence_s = max(0.2, welcome.silence_ms / 1000)
-        self._spoke_s = time.monotonic()
+        self._last_sent_s = time.monotonic()
         self._counts["connected"] += 1
 
     def _request(
@@ -405,38 +409,38 @@ class PeerLink:
         assert self._connection is not None
         self._number += 1
         number = self._number & 0xFFFFFFFF
-        if not self._asked:
-            self._owed_s = time.monotonic()
-        self._asked[number] = answered, data_bytes
+        if not self._unanswered:
+            self._waiting_since_s = time.monotonic()
+        self._unanswered[number] = answered, data_bytes
         frame = encode_frame(kind, meta, data_bytes=data_bytes, number=number)
         self._connection.send(frame, self._deadline(data_bytes), pieces)
-        self._spoke_s = time.monotonic()
+        self._last_sent_s = time.monotonic()
 
     def _deadline(self, data_bytes: int) -> float:
         return time.monotonic() + self._settings.io_s + data_bytes / 10e6
 
-    def _hear(self) -> None:
+    def _read_answers(self) -> None:
         """Take the answers that have come, and do what follows from them."""
         self._collect()
-        while self._heard:
-            answered, body = self._heard.popleft()
+        while self._answers:
+            answered, body = self._answers.popleft()
             answered(body)
             self._collect()
 
     def _collect(self) -> None:
         while self._connection is not None and (self._connection.has_buffered or _readable(self._connection)):
             header, body = self._connection.receive(time.monotonic() + self._settings.io_s)
-            asked = self._asked.pop(header.number, None)
+            asked = self._unanswered.pop(header.number, None)
             if header.type != Type.ANSWER or header.data_bytes or asked is None:
                 raise WireError(f"unexpected {header.type.name} frame")
-            self._num_failures, self._owed_s = 0, time.monotonic()
-            self._heard.append((asked[0], body))
+            self._num_failures, self._waiting_since_s = 0, time.monotonic()
+            self._answers.append((asked[0], body))
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         self._extra.close()
-        self._asked.clear()
-        self._heard.clear()
+        self._unanswered.clear()
+        self._answers.clear()
         if connection is not None:
             connection.close()
 

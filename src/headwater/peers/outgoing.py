@@ -15,7 +15,7 @@ from headwater.stores.base import Status
 class Sent(Enum):
     """How far one chunk has come on its way to a peer."""
 
-    ASKED = auto()  # the peer has not said whether it wants it
+    ANNOUNCED = auto()  # the peer has not said whether it wants it
     WANTED = auto()  # it does
     THERE = auto()  # the peer has it, or somebody else brings it
     DONE = auto()  # all of this rank's tiles are in the peer's pool
@@ -43,10 +43,10 @@ class PushBatch:
     number: int = 0
     """Of its put on the connection of now."""
     num_tries: int = 0
-    is_asked: bool = False
+    is_announced: bool = False
 
     def __post_init__(self) -> None:
-        self.states = [Sent.ASKED] * len(self.chunks)
+        self.states = [Sent.ANNOUNCED] * len(self.chunks)
         self.ready = [set() for _ in self.chunks]
         self.again()
 
@@ -54,8 +54,8 @@ class PushBatch:
         """Begin from the first byte: the connection is a new one. What had come to its end stays there."""
         self.sent = [set() for _ in self.chunks]
         self.acked = [set() for _ in self.chunks]
-        self.is_asked = False
-        self.states = [s if s.is_final else Sent.ASKED for s in self.states]
+        self.is_announced = False
+        self.states = [s if s.is_final else Sent.ANNOUNCED for s in self.states]
 
     @property
     def is_open(self) -> bool:

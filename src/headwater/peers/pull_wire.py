@@ -31,7 +31,7 @@ MAX_READ_BYTES = 64 << 20
 PAGE_CHUNKS = 8192
 MAX_EVENTS = 4096
 FROM_NOW = (1 << 64) - 1
-NOBODY = bytes(KEY_BYTES)
+UNSPECIFIED = bytes(KEY_BYTES)
 """A parent that is not looked at."""
 
 _COUNT = struct.Struct("<I")
@@ -275,7 +275,7 @@ class EventPlace(NamedTuple):
     """A place in the events of one particular pool. In a FOLLOW: after which to begin; in its answer: where that is."""
 
     position: int = FROM_NOW
-    home: bytes = NOBODY
+    home: bytes = UNSPECIFIED
     """Names the pool, so that a place in another one that was made under the same name is not taken for this one's."""
 
     def encode(self) -> bytes:

@@ -66,7 +66,7 @@ class PushSession:
         self._lock = threading.Lock()
         self._connections: list[Connection] = []
         self._is_over = False
-        self.heard_s = time.monotonic()
+        self.last_frame_s = time.monotonic()
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     @property

@@ -28,11 +28,11 @@ from headwater.errors import (
 )
 from headwater.peers.address import PeerAddress, is_loopback
 from headwater.peers.carriers import tcp
+from headwater.peers.event_serving import EventSession
 from headwater.peers.hello import Greeting, Hello, PeerRole, Welcome, new_greeting, open_space
 from headwater.peers.landing import Landing
 from headwater.peers.push_session import PushSession
 from headwater.peers.serving import PullSession
-from headwater.peers.telling import TellingSession
 from headwater.peers.wire import Header, Refusal, Type, encode_frame, encode_refusal
 from headwater.pool.pool import Pool
 from headwater.pool.space import Space
@@ -41,7 +41,7 @@ log = logging.getLogger("headwater")
 
 HELLO_S = 5.0
 MAX_CONNECTIONS = 512
-MAX_STRANGERS = 64
+MAX_UNPROVEN = 64
 """Connections that have not proved anything yet."""
 _SLOWEST_RATE = 10e6
 """Bytes a second below which a peer counts as stopped."""
@@ -68,7 +68,7 @@ class Session(Protocol):
     """What a role does with its connections."""
 
     hello: Hello
-    heard_s: float
+    last_frame_s: float
 
     @property
     def has_begun(self) -> bool:
@@ -101,7 +101,7 @@ def _pull(receiver: Receiver, hello: Hello, space: Space | None) -> Session:
 
 
 def _follow(receiver: Receiver, hello: Hello, space: Space | None) -> Session:
-    return TellingSession(hello, receiver.pool.first_tier)
+    return EventSession(hello, receiver.pool.first_tier)
 
 
 ROLES: dict[PeerRole, MakeSession] = {PeerRole.PUSH: _push, PeerRole.PULL: _pull, PeerRole.FOLLOW: _follow}
@@ -127,7 +127,7 @@ class Receiver:
         self._spaces: dict[bytes, Space] = {}
         self._sessions: dict[bytes, Session] = {}
         self._connections: dict[int, tcp.Connection] = {}
-        self._num_strangers = 0
+        self._num_unproven = 0
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -173,8 +173,8 @@ class Receiver:
                     time.sleep(0.05)  # out of descriptors, most likely
                 continue
             with self._lock:
-                is_room = len(self._connections) < MAX_CONNECTIONS and self._num_strangers < MAX_STRANGERS
-                self._num_strangers += is_room
+                is_room = len(self._connections) < MAX_CONNECTIONS and self._num_unproven < MAX_UNPROVEN
+                self._num_unproven += is_room
             if not is_room:
                 self.counts["refused_too_many"] += 1
                 sock.close()
@@ -185,7 +185,7 @@ class Receiver:
             except RuntimeError as error:  # out of threads: this caller tries again
                 log.warning("a peer's connection failed: %s", error)
                 with self._lock:
-                    self._num_strangers -= 1
+                    self._num_unproven -= 1
                 self.counts["refused_too_many"] += 1
                 sock.close()
 
@@ -206,7 +206,7 @@ class Receiver:
                 session = self._meet(connection)
             finally:
                 with self._lock:
-                    self._num_strangers -= 1
+                    self._num_unproven -= 1
             while not self._closing.is_set():
                 self._next(connection, session)
         except PeerGoneError:
@@ -231,13 +231,13 @@ class Receiver:
         """The next frame of a connection: it may be long in coming, unless something waits for it."""
         silence_s = self.settings.silence_s
         raw = connection.await_header(lambda: self._is_silent(session))
-        session.heard_s = time.monotonic()
-        header, meta = connection.receive_meta(raw, session.heard_s + silence_s)
-        session.handle(connection, header, meta, session.heard_s + silence_s + header.data_bytes / _SLOWEST_RATE)
-        session.heard_s = time.monotonic()
+        session.last_frame_s = time.monotonic()
+        header, meta = connection.receive_meta(raw, session.last_frame_s + silence_s)
+        session.handle(connection, header, meta, session.last_frame_s + silence_s + header.data_bytes / _SLOWEST_RATE)
+        session.last_frame_s = time.monotonic()
 
     def _is_silent(self, session: Session) -> bool:
-        late = time.monotonic() - session.heard_s > self.settings.silence_s
+        late = time.monotonic() - session.last_frame_s > self.settings.silence_s
         return self._closing.is_set() or (late and session.has_begun)
 
     def _refuse(self, connection: tcp.Connection | None, error: PeerError) -> None:

@@ -22,7 +22,7 @@ from headwater.peers.carriers.tcp import Connection
 from headwater.peers.hello import Hello
 from headwater.peers.pull_wire import (
     MAX_READ_BYTES,
-    NOBODY,
+    UNSPECIFIED,
     Read,
     decode_exists,
     decode_run,
@@ -48,7 +48,7 @@ class PeerSession:
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
-        self.heard_s = time.monotonic()
+        self.last_frame_s = time.monotonic()
         self._lock = threading.Lock()
         self._connections: list[Connection] = []
         self.is_over = False
@@ -108,10 +108,11 @@ class PullSession(PeerSession):
         chunks = [ChunkRef(key, parent, 0, 0, 1, b"") for key, parent in pairs]
         keys = [chunk.key for chunk in chunks]
         there = self._store.exists(self._root(b""), chunks)
-        if NOBODY in [parent for _, parent in pairs]:  # to keep one that was found before
+        if UNSPECIFIED in [parent for _, parent in pairs]:  # to keep one that was found before
             is_pending = self._store.being_filled(keys)
             there = [
-                seen or (c.parent == NOBODY and not p) for c, seen, p in zip(chunks, there, is_pending, strict=True)
+                seen or (c.parent == UNSPECIFIED and not p)
+                for c, seen, p in zip(chunks, there, is_pending, strict=True)
             ]
         used = [age if seen else 0 for age, seen in zip(self._store.ages(keys), there, strict=True)]
         if is_use:

@@ -143,7 +143,7 @@ class PassedAnswer(Response):
             except UpstreamError as error:
                 server.note_failure(error)
                 log.warning("no server answered a request: %s", error)
-                if not (error.refused or self._method == "GET") or error.heard:
+                if not (error.refused or self._method == "GET") or error.replied:
                     break  # it may have done what it was asked
             finally:
                 server.num_running -= 1

@@ -142,7 +142,7 @@ class Proxy:
             async with asyncio.timeout(limit_s):
                 return await work
         except TimeoutError:
-            raise UpstreamError(f"nothing came for {limit_s:g} s", heard=True) from None
+            raise UpstreamError(f"nothing came for {limit_s:g} s", replied=True) from None
 
     # ---- endpoints ----------------------------------------------------------------------------------------------
     async def chat(self, request: Request) -> Response:

@@ -141,7 +141,7 @@ class Attempt:
                 return await reply.read()
         except TimeoutError:
             self._outcome = "broken"
-            raise UpstreamError(f"{self.server.name} sent nothing for {limit_s:g} s", heard=True) from None
+            raise UpstreamError(f"{self.server.name} sent nothing for {limit_s:g} s", replied=True) from None
         except UpstreamError:
             self._outcome = "broken"
             raise
@@ -159,10 +159,10 @@ class Attempt:
     async def _first_event(self, reply: UpstreamReply) -> None:
         kind = reply.header(b"content-type")
         if not kind.lower().startswith(b"text/event-stream"):
-            raise UpstreamError(f"{self.server.name} answered a stream with {kind[:100]!r}", heard=True)
+            raise UpstreamError(f"{self.server.name} answered a stream with {kind[:100]!r}", replied=True)
         self.body = await reply.read()
         if not self.body:
-            raise UpstreamError(f"{self.server.name} ended a stream before its first event", heard=True)
+            raise UpstreamError(f"{self.server.name} ended a stream before its first event", replied=True)
         if self.body.startswith(_FIRST_ERROR):
             # The status had gone out before the server knew better.
             self.status = 503
@@ -176,7 +176,7 @@ class Attempt:
                 return
         self.body, self.is_whole = bytes(body), True
         if reply.status == 200 and not self.body.lstrip()[:1] == b"{":
-            raise UpstreamError(f"{self.server.name} answered with something other than a JSON object", heard=True)
+            raise UpstreamError(f"{self.server.name} answered with something other than a JSON object", replied=True)
 
     def _has_room(self, num_bytes: int) -> bool:
         try:

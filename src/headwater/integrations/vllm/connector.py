@@ -180,14 +180,14 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear what the workers did."""
-        self._hear(connector_output)
+        self._handle_report(connector_output)
         invalid = connector_output.invalid_block_ids
         if self._takeback is not None and invalid:
             # An exception here ends vLLM: the next tokens would be wrong. Where nobody has kept the account of who
             # computed what from which blocks, nothing is believed any more.
             self._takeback.take_back(invalid | self._steps.side.wrong_blocks if self._steps is not None else None)
 
-    def _hear(self, connector_output: KVConnectorOutput) -> None:
+    def _handle_report(self, connector_output: KVConnectorOutput) -> None:
         told = connector_output.kv_connector_worker_meta
         report = told.report if isinstance(told, WorkerMetadata) else None
         if self._steps is None:
@@ -199,7 +199,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(told, WorkerMetadata) and self._epoch in told.stale:
             self._stale_epoch = self._epoch
         with self._survive():
-            self._steps.hear(report, connector_output.invalid_block_ids or set())
+            self._steps.handle_report(report, connector_output.invalid_block_ids or set())
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -98,10 +98,10 @@ class Steps:
         """Whether there is something else to wait for: a load, which the workers wait for, or an earlier step."""
         return self.side.is_loading or any(request.num_in_flight_tokens for request in self._requests.values())
 
-    def hear(self, report: StepReport | None, invalid_blocks: set[int]) -> None:
+    def handle_report(self, report: StepReport | None, invalid_blocks: set[int]) -> None:
         """What the workers said after a step."""
-        self.side.hear(report, invalid_blocks)
-        for _ in self.side.pushes.hear(report or StepReport()):
+        self.side.handle_report(report, invalid_blocks)
+        for _ in self.side.pushes.handle_report(report or StepReport()):
             pass  # its answer did not wait for it
 
     def finish(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:

@@ -84,7 +84,7 @@ Position = tuple[int, int]
 """A place in a log. They only grow."""
 
 
-class Heard(NamedTuple):
+class LogEntries(NamedTuple):
     """Entries of a log after some position, oldest first, and where they end."""
 
     values: list[bytes]
@@ -132,7 +132,7 @@ class ObjectClient(Protocol):
     def remove(self, names: Sequence[str], deadline: float, notice: Notice | None = None) -> None:
         """Forget objects. Those that are not there are no matter. The notice goes along."""
 
-    def hear(self, log: str, after: Position | None, limit: int, deadline: float) -> Heard | None:
+    def read_log(self, log: str, after: Position | None, limit: int, deadline: float) -> LogEntries | None:
         """Entries of a log after a position (None: after its end, to begin there); None where there is no log to be
         had: the backend knows none, or does not let us."""
 

@@ -31,8 +31,8 @@ from headwater.stores.remote.base import (
     MAX_TAILS,
     BackendUsage,
     Bytes,
-    Heard,
     Landed,
+    LogEntries,
     NewManifest,
     NewObject,
     Notice,
@@ -243,7 +243,7 @@ class MooncakeClient:
             self._listing.release()
 
     # ---- keeping and forgetting ---------------------------------------------------------------------------------
-    def hear(self, log: str, after: Position | None, limit: int, deadline: float) -> Heard | None:
+    def read_log(self, log: str, after: Position | None, limit: int, deadline: float) -> LogEntries | None:
         """See `base.ObjectClient`."""
         return None
 

@@ -11,7 +11,7 @@ from headwater.kv.encoding import RAW, refuse
 from headwater.kv.spec import KVSpec
 from headwater.stores.base import Piece, Run, Status
 from headwater.stores.events import EventKind
-from headwater.stores.remote.announce import Announcer, Told
+from headwater.stores.remote.announce import Announcer, LogEvent
 from headwater.stores.remote.base import ObjectClient
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import MAX_MANIFEST_BYTES, Manifest, Names, is_of_other_version
@@ -194,7 +194,7 @@ class RemoteReader:
         if gone and self._guard.breaker.closed:
             names = [name for manifest in gone.values() for name in self._names.all_of(manifest)]
             deadline = time.monotonic() + self._lookup_s
-            told = [Told.of(EventKind.REMOVED, manifest) for manifest in gone.values()]
+            told = [LogEvent.of(EventKind.REMOVED, manifest) for manifest in gone.values()]
             notice = self._announcer.notice(told)
 
             def work() -> bool:

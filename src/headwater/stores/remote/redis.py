@@ -23,8 +23,8 @@ from headwater.stores.remote.base import (
     LOG_ENTRIES,
     MAX_TAILS,
     BackendUsage,
-    Heard,
     Landed,
+    LogEntries,
     NewManifest,
     NewObject,
     Notice,
@@ -148,7 +148,7 @@ class RedisClient:
             if notice is not None:
                 _log(connection, notice, deadline)
 
-    def hear(self, log: str, after: Position | None, limit: int, deadline: float) -> Heard | None:
+    def read_log(self, log: str, after: Position | None, limit: int, deadline: float) -> LogEntries | None:
         """See `base.ObjectClient`. The log is a stream; one round trip."""
         start = "-" if after is None else f"({after[0]}-{after[1]}"
         command = Command()
@@ -165,12 +165,12 @@ class RedisClient:
         is_cut = isinstance(replies[3], int) and replies[3] >= LOG_ENTRIES
         end = last[0][0] if last else (0, 0)
         if after is None:
-            return Heard([], end, False)
+            return LogEntries([], end, False)
         if end < after:  # forgotten by the server, or by another one that took its place
-            return Heard([], end, True)
+            return LogEntries([], end, True)
         # A log that was empty when it was last looked at begins after that; it has lost some only if it was cut since.
         missed = bool(first) and first[0][0] > after and (after != (0, 0) or is_cut)
-        return Heard([value for _, value in new], new[-1][0] if new else after, missed)
+        return LogEntries([value for _, value in new], new[-1][0] if new else after, missed)
 
     def keep(self, names: Sequence[str], pinned: bool, deadline: float) -> None:
         """See `base.ObjectClient`: the expiry begins anew, or goes."""

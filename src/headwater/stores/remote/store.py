@@ -19,8 +19,8 @@ from headwater.stores.base import Filling, Lease, Piece, Progress, RootRef, Run,
 from headwater.stores.breaker import CircuitBreaker
 from headwater.stores.events import EventKind, Follower
 from headwater.stores.remote.admin import RemoteAdmin
-from headwater.stores.remote.announce import Announcer, Told
-from headwater.stores.remote.base import BackendUsage, Heard, ObjectClient, Position
+from headwater.stores.remote.announce import Announcer, LogEvent
+from headwater.stores.remote.base import BackendUsage, LogEntries, ObjectClient, Position
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import Names
 from headwater.stores.remote.memory import Memory
@@ -172,7 +172,7 @@ class RemoteStore:
         def work() -> list[Status]:
             found = self._reader.manifests(keys, set(), deadline)
             there = [manifest for manifest in found.values() if manifest]
-            told = [Told.of(EventKind.REMOVED, manifest) for manifest in there]
+            told = [LogEvent.of(EventKind.REMOVED, manifest) for manifest in there]
             names = [name for manifest in there for name in self._names.all_of(manifest)]
             self._client.remove(names, deadline, self.announcer.notice(told))
             self.announcer.happened(told)
@@ -197,10 +197,10 @@ class RemoteStore:
         """Whether this host can hear of what others do with the store."""
         return self._client.has_log
 
-    def hear(self, after: Position | None, limit: int) -> Heard | None:
+    def read_log(self, after: Position | None, limit: int) -> LogEntries | None:
         """Entries of the store's log: see `ObjectClient.hear`, also for what it raises. Late after `lookup`. Nothing
         that goes wrong here is held against the backend, and nothing that goes well counts for it."""
-        return self._client.hear(self._names.log, after, limit, time.monotonic() + self.lookup_s)
+        return self._client.read_log(self._names.log, after, limit, time.monotonic() + self.lookup_s)
 
     def remove_log(self) -> None:
         """Forget all events. Who follows them is told that some were missed."""

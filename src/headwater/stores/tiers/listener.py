@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from headwater.errors import HeadwaterError, StoreClosedError
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.events import NUM_SLOTS, EventKind
-from headwater.stores.remote.announce import Told
+from headwater.stores.remote.announce import LogEvent
 from headwater.stores.tiers.lower import RemoteTier
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
 
@@ -26,7 +26,7 @@ _BATCH = 256
 _MOST_UNREAD = NUM_SLOTS // 4
 _PATIENCE = 3
 
-NOBODY_KNOWS = Told(EventKind.CLEARED)
+UNKNOWN_CHANGE = LogEvent(EventKind.CLEARED)
 """Something happened that cannot be told any more: look at the pool."""
 
 
@@ -92,7 +92,7 @@ class TierListener:
         after = self._ownership.log_position(number)
         while self._num_unread() <= _MOST_UNREAD and not self._stop.is_set():
             try:
-                heard = tier.store.hear(after, _BATCH)
+                heard = tier.store.read_log(after, _BATCH)
             except (HeadwaterError, OSError) as error:
                 return self._failed(number, error)
             self._failures[number] = 0
@@ -103,12 +103,12 @@ class TierListener:
                 return False
             events = tier.store.announcer.foreign(heard.values)
             if heard.missed:
-                events.insert(0, NOBODY_KNOWS)
+                events.insert(0, UNKNOWN_CHANGE)
             if events:
                 self._front.say(tier.url.scheme, events)
                 tier.counts.add(heard=len(events))
             if heard.position != after:
-                self._ownership.set_mark(number, heard.position)
+                self._ownership.set_log_position(number, heard.position)
             if len(heard.values) < _BATCH:
                 return True
             after = heard.position

@@ -54,7 +54,7 @@ class Ownership:
         is_set, *place = _MARK.unpack(raw) if len(raw) == _MARK.size else (0, 0, 0)
         return (place[0], place[1]) if is_set == _HAS_MARK else None
 
-    def set_mark(self, number: int, place: tuple[int, int] | None) -> None:
+    def set_log_position(self, number: int, place: tuple[int, int] | None) -> None:
         """Note it."""
         raw = _MARK.pack(0, 0, 0) if place is None else _MARK.pack(_HAS_MARK, *place)
         os.pwrite(self._fd, raw, _MARKS_AT + number * _MARK.size)
@@ -85,7 +85,7 @@ class SoleOwnership:
         """See `Ownership`."""
         return self._log_positions.get(number)
 
-    def set_mark(self, number: int, place: tuple[int, int] | None) -> None:
+    def set_log_position(self, number: int, place: tuple[int, int] | None) -> None:
         """See `Ownership`."""
         self._log_positions[number] = place
 

@@ -18,7 +18,7 @@ from headwater.peers.hello import Hello
 from headwater.peers.pull_wire import (
     FROM_NOW,
     MAX_EVENTS,
-    NOBODY,
+    UNSPECIFIED,
     EventPlace,
     encode_events,
     encode_pages,
@@ -34,7 +34,7 @@ HEARTBEAT_S = 0.2
 """So often something is said, so that silence means something."""
 
 
-class TellingSession(PeerSession):
+class EventSession(PeerSession):
     """One follower. After FOLLOW its connection carries events and nothing else."""
 
     def __init__(self, hello: Hello, store: Store) -> None:
@@ -63,10 +63,10 @@ class TellingSession(PeerSession):
     def _follow(self, connection: Connection, number: int, since: EventPlace) -> None:
         home = hashlib.sha256(self._store.home.encode()).digest()
         tier = self._store.stats().url.partition(":")[0]
-        is_known = since.home in (home, NOBODY) and since.position != FROM_NOW
+        is_known = since.home in (home, UNSPECIFIED) and since.position != FROM_NOW
         follower = self._store.follow(since.position if is_known else None)
         self._answer(connection, number, EventPlace(follower.position, home).encode())
-        if since.home not in (home, NOBODY):
+        if since.home not in (home, UNSPECIFIED):
             self._send(connection, number, follower.position, [Event(follower.position, EventKind.LOST, "")])
         while not self.is_over:
             events, end = _poll(follower), time.monotonic() + HEARTBEAT_S
