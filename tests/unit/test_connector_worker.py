@@ -245,7 +245,7 @@ def test_an_engine_that_skips_hooks_loses_one_load_and_no_more(caplog: pytest.Lo
                 r.side.before_layer(layer)
             r.side.end_step()
             assert r.side.take_report() == StepReport(ended={name: (2 if number else 0,)})
-    assert caplog.text.count("do not announce all layers") == 1
+    assert caplog.text.count("does not announce all layers") == 1
 
 
 def test_a_step_without_hooks_waits_for_all_layers_before_it_computes() -> None:

@@ -90,7 +90,7 @@ def test_a_client_that_stalls_is_given_up_and_its_work_aborted(
         assert rig.wire.sent[-1] == Abort("0")
 
     with_rig(test)
-    assert "given up" in caplog.text
+    assert "request is aborted" in caplog.text
 
 
 def test_a_large_body_is_sent_in_pieces_each_with_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
