@@ -312,7 +312,7 @@ def load(side: SchedulerSide, ranks: list[Rank], wanted: list[ChunkRef], num_loc
         report = StepReport()
         for rank in ranks:
             report = report.merged(rank.side.take_report())
-        ends = side.hear(report)
+        ends = side.handle_report(report)
     (ended,) = ends
     assert ended.num_tokens >= len(TOKENS) - 1, f"only {ended.num_tokens} tokens came"
     return plan.mode

@@ -137,8 +137,8 @@ class FakeEngine:
         }
 
     def profile(self, prompt: list[int]) -> dict[str, Any]:
-        marks = [["request begins", 1.0, 0], ["request ends", 1.001, 0], ["answer ends", 1.02, 1]]
-        return {**self.generate([prompt]), "marks": marks, "load_seconds": 0.01}
+        events = [["request begins", 1.0, 0], ["request ends", 1.001, 0], ["answer ends", 1.02, 1]]
+        return {**self.generate([prompt]), "events": events, "load_seconds": 0.01}
 
 
 class FakeBus:

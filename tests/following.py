@@ -20,7 +20,7 @@ from headwater.connector.config import ConnectorConfig
 from headwater.connector.finder import LoadPlan
 from headwater.connector.orders import LoadOrder, StepReport
 from headwater.connector.scheduler import LoadEnd, SchedulerSide
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Topology
 from headwater.pool import Pool, Space, open_pool
@@ -119,7 +119,7 @@ class Engine:
         for rank in self.ranks:
             rank.blocks = self.ranks[0].blocks
 
-    def add(self, name: str = "request", transfer: Transfer | None = None) -> None:
+    def add(self, name: str = "request", transfer: TransferParams | None = None) -> None:
         """A new request with the prompt."""
         self.side.add(name, TOKENS, len(TOKENS), transfer=transfer)
 
@@ -143,7 +143,7 @@ class Engine:
             rank.side.end_step()
         return order
 
-    def admit(self, transfer: Transfer | None = None) -> LoadOrder:
+    def admit(self, transfer: TransferParams | None = None) -> LoadOrder:
         """A new request whose load begins as soon as it can."""
         self.add(transfer=transfer)
         plan = self.plan()
@@ -163,7 +163,7 @@ class Engine:
         report = StepReport()
         for rank in self.ranks:
             report = report.merged(rank.side.take_report())
-        return self.side.hear(report)
+        return self.side.handle_report(report)
 
     def ended(self) -> LoadEnd:
         """Wait for the end of the load."""
@@ -238,7 +238,7 @@ def run_cell(cell: Cell, folder: Path) -> str:
         engine.side.finish("another", 0, [])
 
         patience_s = {"aborts": 0.3, "dies": 1.0}.get(cell.fate, WAIT_S)
-        transfer = Transfer(id="7", wait_s=4.0 if cell.fate == "slow" else WAIT_S, start_s=patience_s)
+        transfer = TransferParams(id="7", wait_s=4.0 if cell.fate == "slow" else WAIT_S, start_s=patience_s)
         engine.admit(transfer)
         wait_until(lambda: engine.has(chunks[:NUM_FIRST]) and engine.has(chunks, FIRST_LAYERS))
         assert not engine.hear(), "it ended although most layers are missing"

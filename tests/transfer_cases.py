@@ -21,7 +21,7 @@ from headwater.kernels.extent import SUM_BYTES, adds_up
 from headwater.kernels.xxh3 import unsigned
 from headwater.kv.spec import KVSpec, Plane
 from headwater.kv.topology import Shard, Split
-from headwater.transfer.convert import Plan, Span, build_move, plan_spans
+from headwater.transfer.convert import ConversionPlan, PageSpan, build_move, plan_spans
 from headwater.transfer.view import PagedView, view_description
 
 Mover = Callable[..., None]
@@ -53,7 +53,7 @@ def cache_view(
     return view_description(spec, described, data), data
 
 
-def rows_at(view: PagedView, base: int, shard: Shard, span: Span) -> Iterator[tuple[int, int, list[int]]]:
+def rows_at(view: PagedView, base: int, shard: Shard, span: PageSpan) -> Iterator[tuple[int, int, list[int]]]:
     """Every row of a span in extent order: (layer, head, its bytes' places in the allocation at `base`)."""
     split = shard.split
     owned = [t for t in range(span.first_token + span.num_tokens) if t // split.interleave % split.parts == shard.part]
@@ -68,7 +68,7 @@ def rows_at(view: PagedView, base: int, shard: Shard, span: Span) -> Iterator[tu
                 yield i, j, [start + d * where.strides.dim + e for d in range(plane.width) for e in range(element)]
 
 
-def naive_tiles(view: PagedView, data: Tensor, shard: Shard, span: Span) -> np.ndarray:
+def naive_tiles(view: PagedView, data: Tensor, shard: Shard, span: PageSpan) -> np.ndarray:
     """What `gather` must give for a span."""
     source, parts = data.cpu().numpy(), {}
     for i, j, at in rows_at(view, data.data_ptr(), shard, span):
@@ -79,7 +79,9 @@ def naive_tiles(view: PagedView, data: Tensor, shard: Shard, span: Span) -> np.n
     return out
 
 
-def naive_scatter(view: PagedView, base: int, image: np.ndarray, shard: Shard, span: Span, tiles: np.ndarray) -> None:
+def naive_scatter(
+    view: PagedView, base: int, image: np.ndarray, shard: Shard, span: PageSpan, tiles: np.ndarray
+) -> None:
     """What `scatter` must do for a span, on an image of the allocation at `base`."""
     used: dict[tuple[int, int], int] = {}
     for i, j, at in rows_at(view, base, shard, span):
@@ -95,10 +97,10 @@ class Case:
     view: PagedView
     data: Tensor
     shard: Shard
-    spans: list[Span]
+    spans: list[PageSpan]
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ConversionPlan:
         return plan_spans(self.view, self.shard, self.spans)
 
 
@@ -127,7 +129,7 @@ def random_case(rng: random.Random, device: str = "cpu", *, spec: KVSpec | None 
         needed = -(-tokens // block_size)
         blocks, free = free[:needed], free[needed:]
         starts = range(0, tokens, chunk) if rng.random() < 0.8 else range(rng.randrange(tokens), tokens, chunk)
-        spans += [Span(blocks, start, min(chunk, tokens - start)) for start in starts]
+        spans += [PageSpan(blocks, start, min(chunk, tokens - start)) for start in starts]
     torch.manual_seed(rng.randrange(2**31))
     view, data = cache_view(
         spec, held, num_blocks=num_blocks, block_size=block_size, order=rng.choice(ORDERS), device=device
@@ -241,7 +243,7 @@ def check_sums(rng: random.Random, device: str, move_rows: Mover, finish: Callab
     blocks, spans, at = rng.sample(range(40), 40), [], 0
     for _ in range(rng.randint(1, 5)):
         count = rng.choice((rows, 2 * rows, 3 * rows, 5 * rows, 5 * rows + 1, max(1, rows - 1)))
-        spans.append(Span(blocks, at, count))
+        spans.append(PageSpan(blocks, at, count))
         at += count
     plan, layers = plan_spans(view, shard, spans), random_layers(rng, shard)
     flat = torch.empty(plan.staged_bytes(len(layers)), dtype=torch.uint8, device=device)

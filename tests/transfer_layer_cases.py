@@ -22,7 +22,7 @@ from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.transfer import save
-from headwater.transfer.convert import Span, gather, plan_spans, scatter
+from headwater.transfer.convert import PageSpan, gather, plan_spans, scatter
 from headwater.transfer.load import Loader
 from headwater.transfer.view import PagedView
 from transfer_pool_cases import (
@@ -60,7 +60,7 @@ class Step:
     """A step that computes the KV of some chunks, layer by layer: noise, kept for comparison."""
 
     def __init__(self, view: PagedView, shard: Shard, chunks: Sequence[ChunkRef], blocks: np.ndarray) -> None:
-        self.plan = plan_spans(view, shard, [Span(blocks, c.first_token, c.num_tokens) for c in chunks])
+        self.plan = plan_spans(view, shard, [PageSpan(blocks, c.first_token, c.num_tokens) for c in chunks])
         self.shard = shard
         one = self.plan.staged_bytes(1)
         self.layers = [
@@ -150,7 +150,7 @@ def read_layers(
     loader: Loader, view: PagedView, shard: Shard, chunks: Any, blocks: Any, device: str, *, at_once: bool = False
 ) -> list[Any]:
     """A step that computes with what is loaded: what it sees of each layer, by chunk. `at_once`: it is one graph."""
-    plan = plan_spans(view, shard, [Span(blocks, c.first_token, c.num_tokens) for c in chunks])
+    plan = plan_spans(view, shard, [PageSpan(blocks, c.first_token, c.num_tokens) for c in chunks])
     seen = [torch.zeros(plan.staged_bytes(1), dtype=torch.uint8, device=view.device) for _ in range(SPEC.num_layers)]
     with computing(device):
         if at_once:
@@ -183,7 +183,7 @@ def check_layer_load(url: str, device: str, tp: int, ring: int) -> None:
                     for got, want in zip(tiles_of(view, shard, chunks, blocks), whole, strict=True):
                         assert np.array_equal(got, want[:, shard.heads.start : shard.heads.stop])
                     # Noise again, or the second load could not be told from the first.
-                    plan = plan_spans(view, shard, [Span(blocks, c.first_token, c.num_tokens) for c in chunks])
+                    plan = plan_spans(view, shard, [PageSpan(blocks, c.first_token, c.num_tokens) for c in chunks])
                     noise = torch.randint(0, 256, (plan.staged_bytes(SPEC.num_layers),), dtype=torch.uint8)
                     scatter(plan, shard.layers, noise.to(view.device))
                 assert has_all_staging(loader)

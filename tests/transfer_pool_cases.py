@@ -17,10 +17,10 @@ from headwater.pool import open_pool
 from headwater.pool.pool import Pool
 from headwater.pool.space import Space
 from headwater.stores.base import Status
-from headwater.transfer.convert import Span, gather, plan_spans
+from headwater.transfer.convert import PageSpan, gather, plan_spans
 from headwater.transfer.load import Loader
 from headwater.transfer.save import Saver
-from headwater.transfer.save_job import Wanted
+from headwater.transfer.save_job import SaveRequest
 from headwater.transfer.view import PagedView
 
 from support import identity
@@ -70,7 +70,7 @@ def make_cache(shard: Shard, device: str, order: tuple[str, ...] = ORDERS[0]) ->
 
 def tiles_of(view: PagedView, shard: Shard, chunks: list[ChunkRef], blocks: np.ndarray) -> list[np.ndarray]:
     """What the cache holds of some chunks, in extent order."""
-    plan = plan_spans(view, shard, [Span(blocks, chunk.first_token, chunk.num_tokens) for chunk in chunks])
+    plan = plan_spans(view, shard, [PageSpan(blocks, chunk.first_token, chunk.num_tokens) for chunk in chunks])
     flat = torch.empty(plan.staged_bytes(len(shard.layers)), dtype=torch.uint8, device=view.device)
     gather(plan, shard.layers, flat)
     return [tiles.cpu().numpy() for group in plan.staged(flat, len(shard.layers)) for tiles in group]
@@ -149,7 +149,13 @@ def check_save_together(url: str, device: str, ring: int) -> None:
         saver = make_saver(space, view, shard, staging_bytes=ring, deadline_s=10.0)
         gathers, launch = [], saver._gather
         saver._gather = lambda *args, **more: (gathers.append(args), launch(*args, **more))[1]  # type: ignore[method-assign]
-        saver.save_all([Wanted("a", chunks, blocks[0]), Wanted("b", alike, blocks[1]), Wanted("c", other, blocks[2])])
+        saver.save_all(
+            [
+                SaveRequest("a", chunks, blocks[0]),
+                SaveRequest("b", alike, blocks[1]),
+                SaveRequest("c", other, blocks[2]),
+            ]
+        )
         assert saver.drain(30)
         expected = tiles_of(view, shard, chunks, blocks[0]) + tiles_of(view, shard, alike[4:], blocks[1])
         expected += tiles_of(view, shard, other, blocks[2])

@@ -18,9 +18,9 @@ from headwater.kv.format import checksum  # noqa: E402
 from headwater.kv.spec import KVSpec  # noqa: E402
 from headwater.kv.topology import Shard, whole_shard  # noqa: E402
 from headwater.pool.buffers import RawBuffer  # noqa: E402
-from headwater.transfer.convert import Span, gather, plan_spans, scatter  # noqa: E402
+from headwater.transfer.convert import PageSpan, gather, plan_spans, scatter  # noqa: E402
 from headwater.transfer.copy import register_host, unregister_host  # noqa: E402
-from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
+from headwater.transfer.extents import ExtentPiece, copy_extents  # noqa: E402
 from headwater.transfer.verify import staged_checksums, verify_staged  # noqa: E402
 from headwater.transfer.view import view_tensors  # noqa: E402
 
@@ -91,7 +91,7 @@ def test_model_sized_kv_equals_the_cpu():
     ]
     axes = ("plane", "block", "token", "head", "dim")
     blocks = random.sample(range(200), 100)
-    spans = [Span(blocks, start, min(256, 1500 - start)) for start in range(0, 1500, 256)]
+    spans = [PageSpan(blocks, start, min(256, 1500 - start)) for start in range(0, 1500, 256)]
     staged = []
     for tensors in (host, [tensor.cuda() for tensor in host]):
         view = view_tensors(spec, tensors, axes)
@@ -122,7 +122,7 @@ def test_offsets_beyond_two_to_the_31():
     for plane in planes:
         plane[blocks] = torch.randn(3, 16, 2, 64, device="cuda").to(torch.bfloat16)
     view = view_tensors(spec, [planes], ("block", "token", "head", "dim"))
-    plan = plan_spans(view, whole_shard(spec), [Span(blocks, 0, 48)])
+    plan = plan_spans(view, whole_shard(spec), [PageSpan(blocks, 0, 48)])
     flat = torch.empty(plan.staged_bytes(1), dtype=torch.uint8, device="cuda")
     gather(plan, range(1), flat)
     want = torch.stack([plane[blocks].reshape(48, 2, 64) for plane in planes]).permute(2, 0, 1, 3)
@@ -139,7 +139,7 @@ def test_two_dimensional_copies_touch_their_rows_only(mapping):
     extents[:] = 0xA5
     ring = torch.randint(0, 256, (5, 3, 2, 3000), dtype=torch.uint8, device="cuda")
     some, errors = [0, 1, 2, 4, 5], []
-    piece, device = Piece(Shard(range(1, 4), range(1, 3)), 3000), torch.device("cuda", 0)
+    piece, device = ExtentPiece(Shard(range(1, 4), range(1, 3)), 3000), torch.device("cuda", 0)
     stored = [(0, extents[i].ctypes.data) for i in some]
 
     def copy():
@@ -160,7 +160,7 @@ def test_two_dimensional_copies_touch_their_rows_only(mapping):
     copy_extents(piece, stored, [part.data_ptr() for part in back], 4, device, to_host=False)
     assert torch.equal(back, ring)
     whole = torch.randint(0, 256, (6, 5, 4, 3000), dtype=torch.uint8, device="cuda")
-    every, piece = [(0, extent.ctypes.data) for extent in extents], Piece(Shard(range(5), range(4)), 3000)
+    every, piece = [(0, extent.ctypes.data) for extent in extents], ExtentPiece(Shard(range(5), range(4)), 3000)
     copy_extents(piece, every, [part.data_ptr() for part in whole], 4, device, to_host=True)
     torch.cuda.synchronize()
     assert np.array_equal(extents, whole.cpu().numpy())

@@ -25,8 +25,8 @@ from headwater.kernels.xxh3_triton import HashConfig, xxh3_tiles_triton
 from headwater.kv.format import checksum
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, whole_shard
-from headwater.transfer.convert import Plan, Span, build_move, gather, plan_spans, scatter
-from headwater.transfer.copy import Copy, Rows, join_copies, register_host, run_copies
+from headwater.transfer.convert import ConversionPlan, PageSpan, build_move, gather, plan_spans, scatter
+from headwater.transfer.copy import Copy, CopyRows, join_copies, register_host, run_copies
 from headwater.transfer.verify import staged_checksums, verify_staged
 from headwater.transfer.view import PagedView, view_tensors
 
@@ -67,8 +67,10 @@ def make_cache() -> tuple[PagedView, list[int]]:
     return view_tensors(SPEC, layers, ("plane", "block", "token", "head", "dim")), blocks
 
 
-def make_plan(view: PagedView, blocks: list[int], shard: Shard, first: int = 0, count: int = TOKENS // CHUNK) -> Plan:
-    return plan_spans(view, shard, [Span(blocks, i * CHUNK, CHUNK) for i in range(first, first + count)])
+def make_plan(
+    view: PagedView, blocks: list[int], shard: Shard, first: int = 0, count: int = TOKENS // CHUNK
+) -> ConversionPlan:
+    return plan_spans(view, shard, [PageSpan(blocks, i * CHUNK, CHUNK) for i in range(first, first + count)])
 
 
 def map_shared(num_bytes: int) -> np.ndarray:
@@ -145,7 +147,7 @@ def copy_pieces(targets, sources) -> None:
     def pieces():
         for (to, shape, to_strides), (of, _, of_strides) in zip(map(place, targets), map(place, sources), strict=True):
             width = shape[-1] if len(shape) < 3 else shape[1] * shape[2]
-            yield Copy(to, of, Rows(width, shape[0] if len(shape) > 1 else 1, to_strides[0], of_strides[0]))
+            yield Copy(to, of, CopyRows(width, shape[0] if len(shape) > 1 else 1, to_strides[0], of_strides[0]))
 
     run_copies(join_copies(pieces()), torch.device("cuda", torch.cuda.current_device()))
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from headwater.errors import ModelError, RequestError
@@ -86,7 +86,7 @@ class FakeEngine:
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
-        transfer: Transfer | None = None,
+        transfer: TransferParams | None = None,
     ) -> None:
         if self._text(prompt) == "refuse":
             raise RequestError("refused, as asked", param="prompt", code="refused")

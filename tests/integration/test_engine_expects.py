@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.params import SamplingParams
@@ -68,7 +68,7 @@ def prefill_server(model: Path, pool: str, num_tokens: int) -> Iterator[subproce
             process.kill()
 
 
-def answer(engine: Engine, transfer: Transfer | None, process: subprocess.Popen[str] | None = None) -> list[int]:
+def answer(engine: Engine, transfer: TransferParams | None, process: subprocess.Popen[str] | None = None) -> list[int]:
     """The tokens that an engine says; the other server is told to go on when this one waits."""
     engine.add("r", PROMPT, GREEDY, transfer=transfer)
     tokens, end = list[int](), time.monotonic() + WAIT_S
@@ -93,7 +93,7 @@ def test_what_is_expected_is_followed_and_the_rest_computed(load_mode: str, num_
         with Engine(replace(config, pool=None)) as engine:
             alone = answer(engine, None)
         start_s = WAIT_S if num_sent == len(PROMPT) else 2.0
-        transfer = Transfer(id="7", wait_s=WAIT_S, start_s=start_s)
+        transfer = TransferParams(id="7", wait_s=WAIT_S, start_s=start_s)
         with Engine(config) as engine:
             if num_sent:
                 with prefill_server(model, pool, num_sent) as process:

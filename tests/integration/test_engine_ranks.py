@@ -56,7 +56,7 @@ def test_the_engine_process_looks_after_its_ranks_while_nobody_asks(monkeypatch:
         die_s = time.monotonic() + 0.1
         running = worker.Running(engine, None, Stats)  # type: ignore[arg-type]
         with pytest.raises(EngineDeadError):
-            worker.serve_engine(worker.Channel(own), running)
+            worker.serve_engine(worker.WorkerChannel(own), running)
 
 
 def test_ranks_on_gpus_meet_on_loopback_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

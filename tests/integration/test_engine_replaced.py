@@ -14,7 +14,7 @@ import pytest
 
 from headwater.engine import engine as engine_module
 from headwater.engine.config import EngineConfig
-from headwater.engine.device import Placement, choose_placement
+from headwater.engine.device import DevicePlacement, choose_placement
 from headwater.engine.engine import Engine
 from headwater.engine.params import SamplingParams
 
@@ -133,7 +133,7 @@ def test_random_weights_of_all_ranks_are_those_of_the_config_that_the_first_one_
     )
     alone, _, _ = answer(replace(config, pool=None))
 
-    def deploy(placed: EngineConfig) -> Placement:
+    def deploy(placed: EngineConfig) -> DevicePlacement:
         old = json.loads((model / "config.json").read_text())
         (model / "incoming").write_text(json.dumps(old | {"rms_norm_eps": 0.5}))
         os.replace(model / "incoming", model / "config.json")

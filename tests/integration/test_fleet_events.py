@@ -20,7 +20,7 @@ from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.stores.events import NUM_SLOTS, Event, EventKind, Follower
 from headwater.stores.remote import connect
-from headwater.stores.remote.announce import Told
+from headwater.stores.remote.announce import LogEvent
 from headwater.stores.remote.base import LOG_ENTRIES
 from headwater.stores.url import parse_url
 
@@ -68,7 +68,7 @@ def write(pool: Pool, first: int, num_chunks: int = 2) -> list[bytes]:
 def listening(pool: Pool) -> Follower:
     """A follower, from the moment on when its host hears the others."""
     ownership = pool._store._listener._ownership  # type: ignore[attr-defined]
-    wait_until(lambda: ownership.mark(0) is not None, HEARD_S, "the host listens")
+    wait_until(lambda: ownership.log_position(0) is not None, HEARD_S, "the host listens")
     return pool.follow()
 
 
@@ -228,16 +228,16 @@ def test_the_log_stays_short_and_the_copiers_queue_is_not_flooded(redis: Server,
         copier._collect = held_back  # it has something else to do
         store = b._store._tiers[0].store  # type: ignore[attr-defined]
         for start in range(0, 3 * LOG_ENTRIES, 512):
-            told = [Told(STORED, (start + n + 1).to_bytes(32, "little"), 0, 8) for n in range(512)]
+            told = [LogEvent(STORED, (start + n + 1).to_bytes(32, "little"), 0, 8) for n in range(512)]
             store._client.remove([], time.monotonic() + HEARD_S, store.announcer.notice(told))
         wait_until(lambda: copier.num_unread >= NUM_SLOTS // 4, HEARD_S, "the ring fills")
         ownership = a._store._listener._ownership  # type: ignore[attr-defined]
-        noted = ownership.mark(0)
+        noted = ownership.log_position(0)
         count = len(held)
         wait_until(lambda: len(held) > count + 20, HEARD_S, "the copier was asked some times more")
         assert max(held) <= NUM_SLOTS // 2
         copier._collect = hand
-        wait_until(lambda: ownership.mark(0) != noted, HEARD_S, "the host goes on listening")
+        wait_until(lambda: ownership.log_position(0) != noted, HEARD_S, "the host goes on listening")
         assert int(_order(redis, ["XLEN", "hw:e"])) <= 1.1 * LOG_ENTRIES
         events = hear(follower, lambda found: bool(found) and found[-1].key == (3 * LOG_ENTRIES).to_bytes(32, "little"))
         assert EventKind.LOST not in {event.kind for event in events}

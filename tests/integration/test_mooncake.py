@@ -125,10 +125,10 @@ def test_what_this_process_gave_is_read_in_place(
         store.close()
 
 
-def test_large_batches_are_read_in_lanes(master: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large for this test: an object a lane."""
+def test_large_batches_are_read_in_threads(master: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large for this test: an object a thread."""
     monkeypatch.setattr(mooncake_near, "_ALONE_BELOW", 0)
-    store = giving(master, "lanes")
+    store = giving(master, "threads")
     try:
         spy, space = Spy(store, monkeypatch), space_of(store)
         write(space)

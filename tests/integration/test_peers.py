@@ -132,7 +132,7 @@ def test_a_killed_prefill_server_leaves_nothing_behind(tmp_path: Path, num_layer
     with decode(tmp_path) as d, prefill(tmp_path, server=11) as other:
         assert other.ask("whole", d.address, 2, NUM_CHUNKS, 20.0)["tokens"] == NUM_CHUNKS * CHUNK
         before, used = d.receiver.num_fds, d.pool.stats().store.used_bytes
-        with prefill(tmp_path, settings={"lanes": 1 + num_layers // 2}) as p:
+        with prefill(tmp_path, settings={"connections": 1 + num_layers // 2}) as p:
             transfer = transfer_id()
             assert p.ask("push", transfer, d.address, 1, NUM_CHUNKS)["taken"]
             if num_layers:

@@ -27,7 +27,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from headwater.connector import asker
+from headwater.connector import lookups
 from headwater.engine import executor
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
@@ -41,7 +41,7 @@ from headwater.stores.embedded import destroy, store_directory
 from headwater.stores.url import parse_url
 from headwater.transfer.load import GRACE_S
 from headwater.transfer.save import Saver
-from headwater.transfer.save_job import Wanted
+from headwater.transfer.save_job import SaveRequest
 
 from engine_models import Comparison, Reference
 from harness import Child
@@ -179,7 +179,7 @@ def test_chunks_that_find_no_room_in_staging_are_saved_later(
     monkeypatch.setattr(EngineConfig, "connector", property(lambda self: replace(usual(self), staging_bytes=1)))
     real, dropped = Saver._save, list[str]()
 
-    def save(self: Saver, group: Sequence[Wanted]) -> None:
+    def save(self: Saver, group: Sequence[SaveRequest]) -> None:
         """The first time nothing leaves the staging in time."""
         if dropped:
             real(self, group)
@@ -334,10 +334,10 @@ def silent_stores(over: threading.Event, monkeypatch: pytest.MonkeyPatch) -> lis
 
 LOOKUPS = {"run", "exists", "lease", "touch"}
 SILENT = {
-    "look-ups": (LOOKUPS, 2 * SilentStore.lookup_s + asker.GRACE_S, [0, 0, 0]),
+    "look-ups": (LOOKUPS, 2 * SilentStore.lookup_s + lookups.GRACE_S, [0, 0, 0]),
     "reads": ({"read", "read_shard"}, LOAD_DEADLINE_S + GRACE_S, [0, 0, 0]),
     "writes": ({"write"}, 0.0, [512, 256, 0]),
-    "everything": ({*LOOKUPS, "read", "read_shard", "write"}, 2 * SilentStore.lookup_s + asker.GRACE_S, [0, 0, 0]),
+    "everything": ({*LOOKUPS, "read", "read_shard", "write"}, 2 * SilentStore.lookup_s + lookups.GRACE_S, [0, 0, 0]),
 }
 """What does not answer, how long that may keep all requests together, and what of each prompt is found."""
 

@@ -14,12 +14,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.peers.address import PeerAddress
-from headwater.peers.link import Link
+from headwater.peers.link import PeerLink
 from headwater.peers.receiver import Receiver
 from headwater.pool.pool import Pool, open_pool
 
@@ -91,8 +91,8 @@ def alone(model: Path, prompts: list[list[int]]) -> list[list[int]]:
         return found
 
 
-def push(address: object, name: str = "0f") -> Transfer:
-    return Transfer(id=name, push_to=str(address))
+def push(address: object, name: str = "0f") -> TransferParams:
+    return TransferParams(id=name, push_to=str(address))
 
 
 SAMPLE = [("llama", 2, 1), ("qwen3", 4, 1)]
@@ -124,7 +124,7 @@ def test_decode_loads_all_that_prefill_computed(family: str, prefill_tp: int, de
         decode = config_of(model, decode_url, tensor_parallel_size=decode_tp, page_size=32, num_pages=64)
         with Engine(decode) as engine:
             for prompt, tokens, num_sent in zip(prompts, wanted, sendable, strict=True):
-                engine.add("r", prompt, GREEDY, transfer=Transfer(id="0f"))
+                engine.add("r", prompt, GREEDY, transfer=TransferParams(id="0f"))
                 outputs = run(engine)
                 assert tokens_of(outputs) == tokens
                 assert outputs[-1].num_cached_tokens == min(num_sent, len(prompt) - 1)
@@ -173,15 +173,15 @@ def test_decode_places_a_group_of_layers_before_the_next_is_sent(
     its pages, and waits for the rest."""
     prompt = prompt_of(2 * CHUNK)
     go_on, layers_sent = threading.Event(), list[range]()
-    send = Link._send_layers
+    send = PeerLink._send_layers
 
-    def held_back(link: Link, batch: object, wanted: object, layers: range, *more: object) -> None:
+    def held_back(link: PeerLink, batch: object, wanted: object, layers: range, *more: object) -> None:
         if layers.start:
             assert go_on.wait(WAIT_S)
         layers_sent.append(layers)
         send(link, batch, wanted, layers, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Link, "_send_layers", held_back)
+    monkeypatch.setattr(PeerLink, "_send_layers", held_back)
     (wanted,) = alone(model, [prompt])
     with (
         two_pools(tmp_path) as (prefill_url, decode_url),
@@ -190,7 +190,7 @@ def test_decode_places_a_group_of_layers_before_the_next_is_sent(
         Engine(config_of(model, decode_url, page_size=32)) as decode,
     ):
         prefill.add("r", prompt, ONE, transfer=push(receiver.address))
-        decode.add("r", prompt, GREEDY, transfer=Transfer(id="0f", wait_s=WAIT_S, start_s=WAIT_S))
+        decode.add("r", prompt, GREEDY, transfer=TransferParams(id="0f", wait_s=WAIT_S, start_s=WAIT_S))
         worker = prefill._executor._runner.pool  # type: ignore[attr-defined]
         after_layer = worker.after_layer
 

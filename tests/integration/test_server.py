@@ -32,7 +32,7 @@ from headwater.engine.config import EngineConfig
 from headwater.engine.params import SamplingParams
 from headwater.errors import EngineDeadError, EngineError, ModelError, RequestError
 from headwater.serve import client as client_module
-from headwater.serve.client import Arrival, EngineClient, Flight, Job
+from headwater.serve.client import Arrival, EngineClient, Flight, GenerationJob
 
 import fake_engine
 
@@ -464,7 +464,7 @@ def test_start_reports_progress_and_facts() -> None:
         await client.close()
         await client.close()
         with pytest.raises(EngineDeadError, match="stopping"):
-            await client.submit([Job([1], SamplingParams())])
+            await client.submit([GenerationJob([1], SamplingParams())])
 
     asyncio.run(run())
 
@@ -472,8 +472,10 @@ def test_start_reports_progress_and_facts() -> None:
 def test_one_refused_job_fails_its_flight_and_no_other() -> None:
     async def run() -> None:
         client = await start_client()
-        good = await client.submit([Job(list(b"slow"), SamplingParams(max_tokens=20))])
-        bad = await client.submit([Job(list(b"slow"), SamplingParams()), Job(list(b"refuse"), SamplingParams())])
+        good = await client.submit([GenerationJob(list(b"slow"), SamplingParams(max_tokens=20))])
+        bad = await client.submit(
+            [GenerationJob(list(b"slow"), SamplingParams()), GenerationJob(list(b"refuse"), SamplingParams())]
+        )
         with pytest.raises(RequestError, match="as asked"):
             await read_all(bad)
         assert sum(len(arrival.output.token_ids) for arrival in await read_all(good)) == 20
@@ -488,7 +490,7 @@ def test_a_backlog_that_grows_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatc
 
     async def run() -> None:
         client = await start_client()
-        flight = await client.submit([Job(list(b"count"), SamplingParams())])
+        flight = await client.submit([GenerationJob(list(b"count"), SamplingParams())])
         async with asyncio.timeout(TIMEOUT_S):
             while client.num_in_flight:
                 await asyncio.sleep(0.01)  # a reader that does not come

@@ -322,7 +322,7 @@ def test_two_batches_are_on_their_way_at_a_time(
 ) -> None:
     """Each chunk is put once, and all of them are released."""
     monkeypatch.setattr(copier, "_BATCH_BYTES", 1)
-    monkeypatch.setattr(RedisClient, "lanes", 2)
+    monkeypatch.setattr(RedisClient, "num_writers", 2)
     monkeypatch.setattr(copier.Copier, "_step", lambda self: False)  # only the write itself copies
     put, inside, at_once = RemoteTier.put, set[int](), list[int]()
 

@@ -429,13 +429,13 @@ def test_only_stages_whose_sides_are_wanted_are_run() -> None:
 
 # ---- the timeline -----------------------------------------------------------------------------------------------
 def test_a_timeline_tells_a_hit_that_waits_outside_the_batch() -> None:
-    marks: list[list[Any]] = [["hash ends", 10.001, 0], ["request begins", 10.0, 0], ["request ends", 10.002, 0]]
-    marks += [["match ends", 10.003, -1], ["match ends", 10.004, 8192], ["allocation ends", 10.005, 8192]]
-    marks += [["schedule begins", 10.0025, 0], ["schedule ends", 10.006, 0]]
-    marks += [["load call begins", 10.007, 0], ["load call ends", 10.008, 0], ["arrival ends", 10.030, 1]]
-    marks += [["schedule begins", 10.031, 1], ["schedule ends", 10.032, 1], ["execute begins", 10.033, 1]]
-    marks += [["execute ends", 10.040, 1], ["sample ends", 10.041, 0], ["answer ends", 10.050, 1]]
-    rows = {moment.what: round(moment.ms, 3) for moment in moments(marks, load_seconds=0.02)}
+    events: list[list[Any]] = [["hash ends", 10.001, 0], ["request begins", 10.0, 0], ["request ends", 10.002, 0]]
+    events += [["match ends", 10.003, -1], ["match ends", 10.004, 8192], ["allocation ends", 10.005, 8192]]
+    events += [["schedule begins", 10.0025, 0], ["schedule ends", 10.006, 0]]
+    events += [["load call begins", 10.007, 0], ["load call ends", 10.008, 0], ["arrival ends", 10.030, 1]]
+    events += [["schedule begins", 10.031, 1], ["schedule ends", 10.032, 1], ["execute begins", 10.033, 1]]
+    events += [["execute ends", 10.040, 1], ["sample ends", 10.041, 0], ["answer ends", 10.050, 1]]
+    rows = {moment.what: round(moment.ms, 3) for moment in moments(events, load_seconds=0.02)}
     assert rows == {
         "request added": 0,
         "prompt hashed": 1,
@@ -452,7 +452,7 @@ def test_a_timeline_tells_a_hit_that_waits_outside_the_batch() -> None:
         "sampling launched": 41,
         "first token out (1 steps without work)": 50,
     }
-    assert [round(since, 3) for _, _, since in steps_between(moments(marks))][:4] == [0, 1, 3, 1]
+    assert [round(since, 3) for _, _, since in steps_between(moments(events))][:4] == [0, 1, 3, 1]
     assert moments([]) == []
 
 
@@ -461,10 +461,10 @@ def test_the_time_of_a_load_is_one_of_the_connectors_metrics() -> None:
 
 
 def test_a_timeline_tells_a_load_that_goes_along_with_its_step() -> None:
-    marks: list[list[Any]] = [["request begins", 1.0, 0], ["match ends", 1.002, 512], ["allocation ends", 1.003, 512]]
-    marks += [["schedule begins", 1.001, 1], ["schedule ends", 1.004, 1], ["execute begins", 1.005, 1]]
-    marks += [["load call begins", 1.006, 0], ["load call ends", 1.007, 0], ["execute ends", 1.02, 1]]
-    rows = [moment.what for moment in moments(marks)]
+    events: list[list[Any]] = [["request begins", 1.0, 0], ["match ends", 1.002, 512], ["allocation ends", 1.003, 512]]
+    events += [["schedule begins", 1.001, 1], ["schedule ends", 1.004, 1], ["execute begins", 1.005, 1]]
+    events += [["load call begins", 1.006, 0], ["load call ends", 1.007, 0], ["execute ends", 1.02, 1]]
+    rows = [moment.what for moment in moments(events)]
     assert rows[1] == "step that computes: scheduling begins"
     assert "load seen by the engine" not in rows
     assert rows[-1] == "step that computes: model launched"

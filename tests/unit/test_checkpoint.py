@@ -863,7 +863,7 @@ def test_a_file_that_ends_early_stops_the_reading_at_once(tmp_path: Path) -> Non
     (tmp_path / "m.bin").write_bytes(b"short")
     (state,) = files.take_states([files.NamedFile("", tmp_path / "m.bin")])
     with pytest.raises(IdentityError, match="changed while it was read"):
-        file_hash._hash_file(state, [file_hash.Span(3, 100)], threading.Event(), lambda count: None)
+        file_hash._hash_file(state, [file_hash.FileSpan(3, 100)], threading.Event(), lambda count: None)
 
 
 @pytest.mark.parametrize("change", ["append", "touch", "truncate", "replace", "add", "remove"])

@@ -150,7 +150,7 @@ def test_what_was_found_for_a_step_is_not_looked_for_again_in_it(space: Space, m
     engine.start(request, num_local=3 * CHUNK)
     assert spans(engine.step((request, CHUNK)).during) == [("a", 3 * CHUNK, 4 * CHUNK)]
     assert asked == [1]
-    engine.side.hear(StepReport(unsaved={"a": 0}))
+    engine.side.handle_report(StepReport(unsaved={"a": 0}))
     engine.steps(request, 8)
     assert asked[1] == 4
 
@@ -407,7 +407,7 @@ def test_nothing_that_is_built_on_a_load_is_saved_in_the_step_that_loads(space: 
     assert spans(orders.during) == [("alone", 0, 16), ("alone", 16, 32)]
     # The load fails from its second chunk on: everything that came of it is wrong.
     invalid = set(a.blocks[4:8])
-    assert engine.side.hear(StepReport(ended={"a": (1,)}), invalid) == [LoadEnd("a", 16)]
+    assert engine.side.handle_report(StepReport(ended={"a": (1,)}), invalid) == [LoadEnd("a", 16)]
     a.num_computed = shares.num_computed = 16
     orders = engine.step((a, 48), (shares, 48))
     assert not orders.before
@@ -424,7 +424,7 @@ def test_what_was_loaded_well_is_the_ground_of_saves_from_the_next_step_on(space
     a = engine.add("a", 64)
     engine.load(a)
     assert not engine.step((a, 16)).during
-    engine.side.hear(StepReport(ended={"a": (2,)}))
+    engine.side.handle_report(StepReport(ended={"a": (2,)}))
     orders = engine.step((a, 16))
     assert spans(orders.before) == [("a", 32, 48)]
     assert spans(orders.during) == [("a", 48, 64)]
@@ -469,7 +469,7 @@ def test_nobody_waits_for_the_load_of_another(space: Space, how: str) -> None:
     engine.load(first)
     engine.step((first, 16 if how == "prefills" else 32))
     num_chunks = 1 if how == "was taken back" else 2
-    engine.side.hear(StepReport(ended={"first": (num_chunks,)}), first.blocks[4:8] if num_chunks == 1 else ())
+    engine.side.handle_report(StepReport(ended={"first": (num_chunks,)}), first.blocks[4:8] if num_chunks == 1 else ())
     if how == "was taken back":
         first.num_computed = 16
     assert engine.side.match("second", 0) == (32, "async")
@@ -506,7 +506,7 @@ def test_a_load_outside_the_batch_holds_up_no_step(space: Space) -> None:
     assert engine.side.match("b", 0) == (32, "async")
     engine.side.finish("a", 0, a.blocks)
     assert engine.side.match("b", 0) == (32, "async"), "it has not ended"
-    engine.side.hear(StepReport(ended={"a": (len(chunks),)}))
+    engine.side.handle_report(StepReport(ended={"a": (len(chunks),)}))
     assert engine.side.match("b", 0) == (32, "layerwise")
 
 
@@ -520,7 +520,7 @@ def test_no_load_outside_the_batch_begins_behind_blocks_that_may_be_wrong(space:
     b = engine.add("b", 64, blocks=a.blocks[:4])
     assert engine.side.match("b", 16) is None
     assert engine.side.match("b", 0) == (48, "async"), "it would share nothing"
-    engine.side.hear(StepReport(ended={"a": (3,)}))
+    engine.side.handle_report(StepReport(ended={"a": (3,)}))
     assert engine.load(b, 16) == 32
     assert modes(engine.step((a, 1))) == {"b": "async"}
 
@@ -557,7 +557,7 @@ def ahead(space: Space) -> tuple[Engine, Request, Request]:
 def test_nothing_is_saved_until_the_load_that_it_builds_on_is_known_to_be_right(space: Space) -> None:
     engine, a, b = ahead(space)
     assert engine.side.match("a", 0) is None, "its load has not ended"
-    engine.side.hear(StepReport(ended={"a": (2,)}))
+    engine.side.handle_report(StepReport(ended={"a": (2,)}))
     orders = engine.step((a, 32), (b, 32))
     assert spans(orders.before) == [("a", 32, 48), ("a", 48, 64), ("a", 64, 80), ("a", 80, 96)] + [
         ("b", first, first + 16) for first in range(32, 96, 16)
@@ -576,7 +576,7 @@ def test_a_request_that_ends_before_its_load_is_known_is_saved_if_that_was_right
         engine.side.finish(name, 96, gone.blocks)
     else:
         engine.side.preempted(name)
-    engine.side.hear(StepReport(ended={"a": (num_chunks,)}), a.blocks[4:8] if num_chunks == 1 else ())
+    engine.side.handle_report(StepReport(ended={"a": (num_chunks,)}), a.blocks[4:8] if num_chunks == 1 else ())
     stays.num_computed = 96 if num_chunks == 2 else 16
     found = [span for span in spans(engine.step((stays, 16)).before) if span[0] == name]
     is_saved = num_chunks == 2 and how == "finished"  # a request that is preempted computes it again
@@ -588,7 +588,7 @@ def test_a_request_that_ends_is_not_saved_when_others_may_have_its_blocks(space:
     engine.side.finish("a", 96, a.blocks)
     engine.side.finish("b", 96, b.blocks)
     assert not engine.step().before
-    engine.side.hear(StepReport(ended={"a": (2,)}))
+    engine.side.handle_report(StepReport(ended={"a": (2,)}))
     assert not engine.step().before
     assert not engine.side._tracked
     assert not engine.side._uncertain
@@ -599,7 +599,7 @@ def test_blocks_of_requests_that_are_gone_are_wrong_too_when_a_load_was(space: S
     engine, a, b = ahead(space)
     engine.side.finish("b", 96, b.blocks)
     engine.side.preempted("a")
-    engine.side.hear(StepReport(ended={"a": (1,)}), a.blocks[4:8])
+    engine.side.handle_report(StepReport(ended={"a": (1,)}), a.blocks[4:8])
     assert engine.side.wrong_blocks == {*a.blocks[4:], *b.blocks[4:]}
 
 
@@ -611,7 +611,7 @@ def test_a_request_with_max_tokens_1_counts_as_loaded(space: Space) -> None:
     engine.load(a)
     engine.step((a, 32))
     engine.side.finish("a", 64, a.blocks)
-    engine.side.hear(StepReport(ended={"a": (2,)}))
+    engine.side.handle_report(StepReport(ended={"a": (2,)}))
     assert engine.side.counts.stats().num_loaded_tokens == 32
     orders = engine.step()
     assert not orders.cancelled
@@ -636,9 +636,9 @@ def test_the_shortest_rank_decides(space: Space) -> None:
     a = engine.add("a", 64)
     engine.load(a)
     engine.step()
-    assert not engine.side.hear(StepReport(ended={"a": (3, 2)}))
+    assert not engine.side.handle_report(StepReport(ended={"a": (3, 2)}))
     assert engine.side.is_loading
-    assert engine.side.hear(StepReport(ended={"a": (3,)})) == [LoadEnd("a", 32)]
+    assert engine.side.handle_report(StepReport(ended={"a": (3,)})) == [LoadEnd("a", 32)]
     assert not engine.side.is_loading
     assert engine.side.counts.stats().num_failed_loads == 1
     a.num_computed = 32
@@ -652,7 +652,7 @@ def test_what_did_not_come_is_saved_when_it_is_computed(space: Space) -> None:
     engine.load(a)
     engine.step()
     far.lacks = {chunk.key for chunk in chunks[1:]}  # damaged, and removed
-    assert engine.side.hear(StepReport(ended={"a": (1,)})) == [LoadEnd("a", 16)]
+    assert engine.side.handle_report(StepReport(ended={"a": (1,)})) == [LoadEnd("a", 16)]
     a.num_computed = 16
     assert spans(engine.step((a, 48)).during) == [("a", 16, 32), ("a", 32, 48), ("a", 48, 64)]
 
@@ -689,7 +689,7 @@ def test_in_a_server_that_waits_layer_by_layer_a_failed_asynchronous_load_spoils
     engine.load(a)
     (load,) = engine.step().loads
     assert load.mode == "async"
-    engine.side.hear(StepReport(ended={"a": (0,)}), load.failed_blocks(0, BLOCK, DUMMY))
+    engine.side.handle_report(StepReport(ended={"a": (0,)}), load.failed_blocks(0, BLOCK, DUMMY))
     a.num_computed = 0
     orders = engine.step((a, 40))
     assert not orders.wrong_blocks
@@ -702,14 +702,14 @@ def test_an_asynchronous_load_makes_spoiled_blocks_right(space: Space) -> None:
     a = engine.add("a", 40)
     engine.load(a)
     engine.step((a, 8))
-    engine.side.hear(StepReport(ended={"a": (0,)}), set(a.blocks[:8]))
+    engine.side.handle_report(StepReport(ended={"a": (0,)}), set(a.blocks[:8]))
     engine.side.finish("a", 0, a.blocks)
     engine = Engine(fetching(space, FakeFetch(num_kept=0, is_done=True)), "layerwise")
     b = engine.add("b", 40)
     engine.side._spoiled.add(b.blocks)
     engine.load(b)
     engine.step()
-    engine.side.hear(StepReport(ended={"b": (2,)}))
+    engine.side.handle_report(StepReport(ended={"b": (2,)}))
     b.num_computed = 32
     assert not engine.step((b, 8)).wrong_blocks
 
@@ -724,7 +724,7 @@ def test_an_aborted_request_waits_for_its_load_and_cancels_it(space: Space) -> N
     engine.side.finish("a", 0, a.blocks)
     assert engine.step().cancelled == ("a",)
     assert engine.side.is_loading
-    assert engine.side.hear(StepReport(ended={"a": (1,)})) == [LoadEnd("a", 16)]
+    assert engine.side.handle_report(StepReport(ended={"a": (1,)})) == [LoadEnd("a", 16)]
     assert not engine.side.is_loading
     assert engine.side.counts.stats().num_failed_loads == 0
 
@@ -757,8 +757,8 @@ def test_dropped_chunks_are_ordered_again_after_some_steps_and_nothing_behind_th
     engine.start(a)
     assert len(spans(engine.step((a, 48)).during)) == 3
     fill(space, 16)
-    engine.side.hear(StepReport(unsaved={"a": 16}))
-    engine.side.hear(StepReport(unsaved={"a": 16}))  # from another rank
+    engine.side.handle_report(StepReport(unsaved={"a": 16}))
+    engine.side.handle_report(StepReport(unsaved={"a": 16}))  # from another rank
     held = [engine.step((a, 8)) for _ in range(RETRY_STEPS - 1)]
     assert not any(step.before or step.during for step in held), "chunks behind a dropped one are of no use"
     orders = engine.step((a, 8))
@@ -775,7 +775,7 @@ def test_a_dropped_chunk_is_ordered_again_with_parents_that_nobody_has_saved(spa
     engine.step((a, 48), (b, 80))
     engine.side.finish("a", 48, a.blocks)
     fill(space, 16)
-    engine.side.hear(StepReport(unsaved={"a": 16, "b": 48}))  # for want of room, and for want of a parent
+    engine.side.handle_report(StepReport(unsaved={"a": 16, "b": 48}))  # for want of room, and for want of a parent
     found = [spans(step.before) for step in engine.steps(b, RETRY_STEPS)]
     assert [("b", first, first + 16) for first in (16, 32, 48, 64)] in found
 
@@ -786,7 +786,7 @@ def test_chunks_are_dropped_at_most_so_often(space: Space, caplog: pytest.LogCap
     engine.start(a)
     tries = 1 if engine.step((a, 64)).during else 0
     for _ in range(8 * RETRY_STEPS):
-        engine.side.hear(StepReport(unsaved={"a": 32}))
+        engine.side.handle_report(StepReport(unsaved={"a": 32}))
         tries += bool(engine.step((a, 1)).before)
     assert tries == 1 + RETRIES
     with caplog.at_level(logging.WARNING):
@@ -808,7 +808,7 @@ def test_what_was_left_out_on_purpose_is_not_counted_as_lost(
     engine.start(a)
     engine.step((a, 36))
     for _ in range(8 * RETRY_STEPS):
-        engine.side.hear(StepReport(unsaved={"a": 16}))
+        engine.side.handle_report(StepReport(unsaved={"a": 16}))
         engine.step((a, 1))
     assert a.num_computed == 68  # four chunks, and a tail of three: the last token is not known
     engine.side.finish("a", a.num_computed, a.blocks)
@@ -826,7 +826,7 @@ def test_what_is_lost_at_the_end_is_told_once_a_minute(
         engine.step((request, 64))
         engine.side.finish(request.name, 64, request.blocks)
         for _ in range(2):  # ranks
-            engine.side.hear(StepReport(unsaved={request.name: 32}))
+            engine.side.handle_report(StepReport(unsaved={request.name: 32}))
     assert [record.getMessage().split()[0] for record in caplog.records] == ["2"]
     now = time.monotonic() + LOG_EVERY_S
     monkeypatch.setattr("headwater.connector.tracker.time.monotonic", lambda: now)
@@ -834,7 +834,7 @@ def test_what_is_lost_at_the_end_is_told_once_a_minute(
     engine.start(request)
     engine.step((request, 64))
     engine.side.finish(request.name, 64, request.blocks)
-    engine.side.hear(StepReport(unsaved={"later": 48}))
+    engine.side.handle_report(StepReport(unsaved={"later": 48}))
     assert [record.getMessage().split()[0] for record in caplog.records] == ["2", "5"]
 
 
@@ -844,7 +844,7 @@ def test_dropped_chunks_are_tried_once_more_when_their_request_ends(space: Space
     engine.start(a)
     engine.step((a, 48))
     fill(space, 16)
-    engine.side.hear(StepReport(unsaved={"a": 16}))
+    engine.side.handle_report(StepReport(unsaved={"a": 16}))
     engine.side.finish("a", 48, a.blocks)
     assert spans(engine.step().before) == [("a", 16, 32), ("a", 32, 48)]
 
@@ -929,7 +929,7 @@ def test_a_request_whose_kv_is_being_fetched_asks_again_and_holds_nothing(
     engine.side.start_load("a", a.blocks)
     assert [load.mode for load in engine.step().loads] == [plan.mode]
     assert not fetch.is_released, "before its load has ended"
-    engine.side.hear(StepReport(ended={"a": (3,)}))
+    engine.side.handle_report(StepReport(ended={"a": (3,)}))
     assert fetch.is_released
 
 
@@ -962,7 +962,7 @@ def test_a_fetch_that_is_late_is_not_waited_for(space: Space) -> None:
     engine.side.start_load("a", a.blocks)
     (load,) = engine.step().loads
     assert [chunk.number for chunk in load.job.chunks] == [0, 1]
-    engine.side.hear(StepReport(ended={"a": (2,)}))
+    engine.side.handle_report(StepReport(ended={"a": (2,)}))
     assert fetch.is_released
     assert engine.side.counts.stats().num_failed_loads == 0
     a.num_computed = 32
@@ -1026,7 +1026,7 @@ def test_an_aborted_load_keeps_its_fetch_until_it_has_ended(space: Space) -> Non
     engine.step()
     engine.side.finish("a", 0, a.blocks)
     assert not fetch.is_released
-    engine.side.hear(StepReport(ended={"a": (0,)}))
+    engine.side.handle_report(StepReport(ended={"a": (0,)}))
     assert fetch.is_released
 
 
@@ -1042,7 +1042,7 @@ def test_a_load_of_an_ids_former_owner_is_not_taken_for_the_new_ones(
     engine.load(old)
     orders = engine.step()
     assert [order.job.request_id for order in orders.loads] == ["a"]
-    engine.side.hear(StepReport(ended={"a": (3,)}))
+    engine.side.handle_report(StepReport(ended={"a": (3,)}))
     cancelled = list[str]()
     if is_finished:
         engine.side.finish("a", 0, old.blocks)
@@ -1053,14 +1053,14 @@ def test_a_load_of_an_ids_former_owner_is_not_taken_for_the_new_ones(
     assert [*cancelled, *during.cancelled] == ["a"], "the old load is stopped"
     assert spans(during.during)[0] == ("a", 32, 48)
     assert engine.side.is_loading
-    assert engine.side.hear(StepReport(ended={"a": (3,)})) == [], "nobody waits for it"
+    assert engine.side.handle_report(StepReport(ended={"a": (3,)})) == [], "nobody waits for it"
     assert not engine.side.is_loading
     engine.side.finish("a", 60, new.blocks)
     third = engine.add("a", 60, first=700)
     assert engine.load(third) == 32
     engine.step()
-    assert engine.side.hear(StepReport(ended={"a": (2,)})) == []
-    assert engine.side.hear(StepReport(ended={"a": (2,)})) == [LoadEnd("a", 32)]
+    assert engine.side.handle_report(StepReport(ended={"a": (2,)})) == []
+    assert engine.side.handle_report(StepReport(ended={"a": (2,)})) == [LoadEnd("a", 32)]
 
 
 def test_two_requests_that_want_the_same_chunks_share_a_fetch(space: Space) -> None:
@@ -1077,9 +1077,9 @@ def test_two_requests_that_want_the_same_chunks_share_a_fetch(space: Space) -> N
     for request, num_local in ((a, 16), (b, 32)):
         engine.load(request, num_local)
     engine.step()
-    engine.side.hear(StepReport(ended={"a": (2,)}))
+    engine.side.handle_report(StepReport(ended={"a": (2,)}))
     assert not fetch.is_released, "the other one's load has not ended"
-    engine.side.hear(StepReport(ended={"b": (1,)}))
+    engine.side.handle_report(StepReport(ended={"b": (1,)}))
     assert fetch.is_released
     engine.side.finish(c.name, 0, ())
     assert other.is_released

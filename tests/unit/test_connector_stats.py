@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from headwater.connector.clock import ThreadClock
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.fetches import Fetches
-from headwater.connector.orders import Job, LoadOrder, SaveOrder, StepOrders
+from headwater.connector.orders import LoadOrder, SaveOrder, StepOrders, TransferJob
 from headwater.connector.stats import MAX_RECENT, Durations, SchedulerCounts, TransferStats
 from headwater.connector.worker import WorkerSide
 from headwater.kv.topology import whole_shard
@@ -117,7 +117,7 @@ def test_a_rank_counts_its_loads_and_saves() -> None:
         side = WorkerSide(space, view, shard, ConnectorConfig(pool="memory://"))
         try:
             chunks = tuple(space.keys([*range(1, 33)]).chunks())
-            save = SaveOrder(Job.of("a", chunks, np.arange(8, dtype=np.int32)))
+            save = SaveOrder(TransferJob.of("a", chunks, np.arange(8, dtype=np.int32)))
             side.start_step(StepOrders(before=(save,)))
             assert side.drain(10)
             saved = side.stats().save_times
@@ -128,7 +128,7 @@ def test_a_rank_counts_its_loads_and_saves() -> None:
             side.start_step(StepOrders(before=(save,)))  # the pool has them: nothing is stored
             assert side.drain(10)
             assert side.take_times()["save_times"] == []
-            load = LoadOrder(Job.of("b", chunks, np.arange(8, 16, dtype=np.int32)))
+            load = LoadOrder(TransferJob.of("b", chunks, np.arange(8, 16, dtype=np.int32)))
             side.start_loads(StepOrders(loads=(load,)))
             wait_until(lambda: bool(side.take_report().ended), 10, "the load ends")
             stats = side.stats()

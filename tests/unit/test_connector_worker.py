@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="the connector needs torch")
 from headwater.connector.arrivals import Arrivals
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.idle import IdleWorker
-from headwater.connector.orders import FlushOrder, Job, LoadOrder, PushOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.orders import FlushOrder, LoadOrder, PushOrder, SaveOrder, StepOrders, StepReport, TransferJob
 from headwater.connector.wire import orders_from_wire, orders_to_wire, report_from_wire, report_to_wire
 from headwater.connector.worker import WorkerSide
 from headwater.errors import InvalidArgumentError
@@ -27,7 +27,7 @@ from headwater.kv.topology import whole_shard
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
 from headwater.stores.base import Status
-from headwater.transfer.convert import Span
+from headwater.transfer.convert import PageSpan
 from transfer_layer_cases import held_up
 
 from support import identity, wait_until
@@ -60,12 +60,12 @@ class Rank:
     def chunks(self, seed: int, count: int = 2, space: Space | None = None) -> list[ChunkRef]:
         return (space or self.space).keys([*range(1000 * seed, 1000 * seed + count * CHUNK)]).chunks()
 
-    def job(self, name: str, chunks: Sequence[ChunkRef], blocks: Sequence[int]) -> Job:
-        return Job.of(name, chunks, np.array(blocks, np.int32))
+    def job(self, name: str, chunks: Sequence[ChunkRef], blocks: Sequence[int]) -> TransferJob:
+        return TransferJob.of(name, chunks, np.array(blocks, np.int32))
 
     def tiles(self, chunk: ChunkRef, blocks: Sequence[int]) -> np.ndarray:
         """What the cache holds of a chunk."""
-        span = Span(np.array(blocks, np.int32), chunk.first_token, chunk.num_tokens)
+        span = PageSpan(np.array(blocks, np.int32), chunk.first_token, chunk.num_tokens)
         return naive_tiles(self.view, self.data, SHARD, span)
 
     def stored(self, chunk: ChunkRef) -> np.ndarray | None:
@@ -245,7 +245,7 @@ def test_an_engine_that_skips_hooks_loses_one_load_and_no_more(caplog: pytest.Lo
                 r.side.before_layer(layer)
             r.side.end_step()
             assert r.side.take_report() == StepReport(ended={name: (2 if number else 0,)})
-    assert caplog.text.count("do not announce all layers") == 1
+    assert caplog.text.count("does not announce all layers") == 1
 
 
 def test_a_step_without_hooks_waits_for_all_layers_before_it_computes() -> None:

@@ -19,7 +19,7 @@ from headwater.connector import finder
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.finder import NOTHING, LoadPlan
 from headwater.connector.scheduler import SchedulerSide
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Pool, Space, open_pool
@@ -40,8 +40,8 @@ def config_of(mode: str = "async") -> ConnectorConfig:
     return ConnectorConfig(pool="memory://", load_mode=mode, min_load_tokens=1, load_deadline_s=WAIT_S)
 
 
-def transfer(wait_s: float = WAIT_S, start_s: float = WAIT_S) -> Transfer:
-    return Transfer(id="7", wait_s=wait_s, start_s=start_s)
+def transfer(wait_s: float = WAIT_S, start_s: float = WAIT_S) -> TransferParams:
+    return TransferParams(id="7", wait_s=wait_s, start_s=start_s)
 
 
 @contextmanager
@@ -309,10 +309,10 @@ def test_a_chunk_that_is_begun_again_is_followed_from_its_first_layer(tmp_path: 
         engine.admit(transfer())
         wait_until(lambda: engine.has(chunks[:3], range(2)))
         (follow,) = engine.ranks[0].side._loader._follower._follows
-        assert [mark.num_placed for mark in follow.marks[:3]] == [2, 2, 2]
+        assert [one.num_placed for one in follow.progress[:3]] == [2, 2, 2]
         assert space.abort(chunks[:3]) == 3
         fill(space, chunks[:3], 0, 1)
-        wait_until(lambda: [mark.num_placed for mark in follow.marks[:3]] == [1, 1, 1])
+        wait_until(lambda: [one.num_placed for one in follow.progress[:3]] == [1, 1, 1])
         fill(space, chunks[:3], 1)
         fill(space, chunks[3:])
         assert engine.ended().num_tokens == len(TOKENS)
@@ -337,7 +337,7 @@ def test_layers_of_two_copies_are_never_mixed(tmp_path: Path) -> None:
         _fill_otherwise(space, chunks[:3], range(2))
         engine.admit(transfer())
         (follow,) = follower._follows
-        wait_until(lambda: [mark.num_placed for mark in follow.marks[:3]] == [2, 2, 2])
+        wait_until(lambda: [one.num_placed for one in follow.progress[:3]] == [2, 2, 2])
         _fill_otherwise(space, chunks[:3], range(2, LAYERS))
         assert engine.ended().num_tokens == len(TOKENS)
         assert replaced.is_set()

@@ -11,7 +11,7 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import whole_shard
 from headwater.stores.base import Piece
 from headwater.stores.remote.manifest import Manifest, Names
-from headwater.stores.remote.plan import Plan, layers_per_piece, tile_sums
+from headwater.stores.remote.plan import ObjectReadPlan, layers_per_piece, tile_sums
 
 from support import empty_tiles, gqa, local_tiles, specs, topologies
 
@@ -70,7 +70,7 @@ def test_the_plan_reads_what_was_written_for_any_topology(data: st.DataObject) -
     }
     for shard in data.draw(topologies(spec)).shards(spec):
         piece = Piece(whole.chunk, shard, empty_tiles(spec, whole.chunk, shard))
-        plan = Plan(spec, names)
+        plan = ObjectReadPlan(spec, names)
         plan.add(0, piece, manifest)
         for span, proof in zip(plan.spans, plan.proofs, strict=True):
             value = objects[span.name]
@@ -89,7 +89,7 @@ def test_the_plan_reads_what_was_written_for_any_topology(data: st.DataObject) -
 def test_a_proof_fails_on_a_wrong_byte() -> None:
     spec = gqa()
     manifest, whole = make(spec)
-    plan = Plan(spec, Names("t"))
+    plan = ObjectReadPlan(spec, Names("t"))
     plan.add(0, Piece(whole.chunk, whole.shard, whole.tiles), manifest)
     assert all(proof.holds(range(len(proof.tiles))) for proof in plan.proofs)
     whole.tiles[1, 2, 3] ^= 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headwater.errors import DeadlineError
-from headwater.stores.remote.base import Span
+from headwater.stores.remote.base import ObjectRange
 from headwater.stores.remote.mooncake_near import NearMemory
 
 SIZE = 4096
@@ -37,9 +37,9 @@ def replica(address: int, size: int, endpoint: str = HERE, status: str = "COMPLE
     )
 
 
-def span(offset: int, length: int) -> Span:
+def span(offset: int, length: int) -> ObjectRange:
     targets = [np.zeros(length // 2, np.uint8), np.zeros(length - length // 2, np.uint8)]
-    return Span("a", offset, length, targets, False)
+    return ObjectRange("a", offset, length, targets, False)
 
 
 def test_a_range_of_an_object_here(near: NearMemory, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:

@@ -19,9 +19,9 @@ from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, whole_shard
 from headwater.peers import wire
-from headwater.peers.caller import Caller, LinkSettings
+from headwater.peers.caller import LinkSettings, PeerCaller
 from headwater.peers.carriers.tcp import Connection
-from headwater.peers.hello import Role, describe_space, scope_of
+from headwater.peers.hello import PeerRole, describe_space, scope_of
 from headwater.peers.receiver import Receiver
 from headwater.pool.space import Space
 from headwater.stores.base import Status
@@ -32,7 +32,7 @@ from support import local_tiles, wait_until
 
 def call(receiver: Receiver, space: Space, *, session: bytes = b"", rank: int = 0, server: int = 9) -> Connection:
     """A connection for pushes, welcomed."""
-    caller = Caller(Role.PUSH, server, rank, scope_of(space), describe_space(space))
+    caller = PeerCaller(PeerRole.PUSH, server, rank, scope_of(space), describe_space(space))
     return caller.call(receiver.address, session or os.urandom(16), LinkSettings())[0]
 
 
@@ -50,10 +50,10 @@ def data_frame(space: Space, chunk: ChunkRef, shard: Shard, number: int = 1, at:
     return wire.encode_frame(wire.Type.DATA, meta, data_bytes=tiles.nbytes, number=2), tiles.tobytes()
 
 
-def ask(lane: Connection, frame: bytes, data: bytes = b"") -> list[Status]:
+def ask(connection: Connection, frame: bytes, data: bytes = b"") -> list[Status]:
     """Send a frame; the statuses of its answer."""
-    lane.send(frame, time.monotonic() + 5, [memoryview(data)] if data else ())
-    return [Status(code) for code in lane.receive(time.monotonic() + 10)[1]]
+    connection.send(frame, time.monotonic() + 5, [memoryview(data)] if data else ())
+    return [Status(code) for code in connection.receive(time.monotonic() + 10)[1]]
 
 
 def is_over(receiver: Receiver) -> None:
@@ -69,12 +69,12 @@ def test_a_rank_that_says_another_length_for_a_chunk_writes_nothing() -> None:
         here = open_space(one)
         (tail,) = prompt(here, 0, tail=3)
         first, second = Shard(range(3), range(4)), Shard(range(3, 6), range(4))
-        lanes = [call(receiver, here, rank=rank) for rank in range(2)]
-        assert ask(lanes[0], put_frame(here, [tail], first)) == [Status.OK]
+        connections = [call(receiver, here, rank=rank) for rank in range(2)]
+        assert ask(connections[0], put_frame(here, [tail], first)) == [Status.OK]
         longer = tail._replace(num_tokens=CHUNK)
-        assert ask(lanes[1], put_frame(here, [longer], second)) == [Status.BUSY]
-        for lane in lanes:
-            lane.close()
+        assert ask(connections[1], put_frame(here, [longer], second)) == [Status.BUSY]
+        for connection in connections:
+            connection.close()
         is_over(receiver)
 
 
@@ -84,11 +84,11 @@ def test_a_chunk_twice_in_a_put() -> None:
         (chunk,) = prompt(here, 1)
         shard = whole_shard(here.spec)
         for keys in ([chunk.key] * 2, [chunk.root]):
-            lane = call(receiver, here)
+            connection = call(receiver, here)
             refs = [chunk._replace(key=key) for key in keys]
-            with pytest.raises(PeerRefusedError, match="refuses"):
-                ask(lane, put_frame(here, refs, shard))
-            lane.close()
+            with pytest.raises(PeerRefusedError, match="refused"):
+                ask(connection, put_frame(here, refs, shard))
+            connection.close()
         is_over(receiver)
 
 
@@ -98,16 +98,16 @@ def test_tiles_that_come_over_two_connections_at_once() -> None:
         here, there = open_space(one), open_space(other)
         (chunk,) = prompt(here, 1)
         shard, session = whole_shard(here.spec), os.urandom(16)
-        lanes = [call(receiver, here, session=session) for _ in range(2)]
-        assert ask(lanes[0], put_frame(here, [chunk], shard)) == [Status.OK]
+        connections = [call(receiver, here, session=session) for _ in range(2)]
+        assert ask(connections[0], put_frame(here, [chunk], shard)) == [Status.OK]
         half = Shard(range(3), shard.heads)
         frame, data = data_frame(here, chunk, half)
-        lanes[0].send(frame, time.monotonic() + 5, [memoryview(data)[:100]])
+        connections[0].send(frame, time.monotonic() + 5, [memoryview(data)[:100]])
         wait_until(lambda: any(f.parts[0].num_users for f in receiver.landing._fillings.values()), 10.0)
         with pytest.raises(PeerError):
-            ask(lanes[1], frame, data)
-        for lane in lanes:
-            lane.close()
+            ask(connections[1], frame, data)
+        for connection in connections:
+            connection.close()
         is_over(receiver)
         assert there.exists([chunk]) == [False]
 
@@ -116,7 +116,7 @@ def test_one_number_for_two_puts_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     with two_pools() as (one, other), receiving(other) as receiver:
         here = open_space(one)
         session, shard = os.urandom(16), whole_shard(here.spec)
-        lanes = [call(receiver, here, session=session) for _ in range(2)]
+        connections = [call(receiver, here, session=session) for _ in range(2)]
         both, reserve = threading.Barrier(2), receiver.landing.reserve
 
         def late(*arguments: Any) -> Any:
@@ -125,11 +125,11 @@ def test_one_number_for_two_puts_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
             return reserve(*arguments)
 
         monkeypatch.setattr(receiver.landing, "reserve", late)
-        for seed, lane in enumerate(lanes):
-            lane.send(put_frame(here, prompt(here, 2, seed=seed), shard), time.monotonic() + 5)
+        for seed, connection in enumerate(connections):
+            connection.send(put_frame(here, prompt(here, 2, seed=seed), shard), time.monotonic() + 5)
         wait_until(lambda: receiver.counts["refused_not_ours"] == 1, 10.0)
-        for lane in lanes:
-            lane.close()
+        for connection in connections:
+            connection.close()
         is_over(receiver)
 
 
@@ -137,18 +137,18 @@ def test_a_put_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatc
     with two_pools() as (one, other), receiving(other) as receiver:
         here = open_space(one)
         chunks, shard = prompt(here, 3), whole_shard(here.spec)
-        lane = call(receiver, here)
-        assert ask(lane, put_frame(here, chunks[:1], shard)) == [Status.OK]
+        connection = call(receiver, here)
+        assert ask(connection, put_frame(here, chunks[:1], shard)) == [Status.OK]
         frame, data = data_frame(here, chunks[0], shard)
-        assert ask(lane, frame, data) == [Status.OK]
+        assert ask(connection, frame, data) == [Status.OK]
 
         def fail(*_: Any) -> Any:
             raise PeerError("no lease to be had")
 
         monkeypatch.setattr(Space, "lease", fail)
         with pytest.raises(PeerError):
-            ask(lane, put_frame(here, chunks, shard, number=2))
-        lane.close()
+            ask(connection, put_frame(here, chunks, shard, number=2))
+        connection.close()
         is_over(receiver)
 
 
@@ -156,15 +156,15 @@ def test_a_put_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatc
 def test_a_reservation_that_cannot_be_used_is_given_back(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with two_pools() as (one, other), receiving(other) as receiver:
         here, there = open_space(one), open_space(other)
-        lane = call(receiver, here)
+        connection = call(receiver, here)
 
         def fail(*_: Any) -> Any:
             raise PeerError("the pool does not answer")
 
         monkeypatch.setattr(Space, step, fail)
         with pytest.raises(PeerError):
-            ask(lane, put_frame(here, prompt(here, 3), whole_shard(here.spec)))
-        lane.close()
+            ask(connection, put_frame(here, prompt(here, 3), whole_shard(here.spec)))
+        connection.close()
         store: Any = there._store
         wait_until(lambda: not list(store._core.members.published()), 10.0, "the extents are let go of")
         assert not receiver.landing.pending_bytes
@@ -175,14 +175,14 @@ def test_chunks_of_open_puts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("headwater.peers.push_session.MAX_OPEN_CHUNKS", 10)
     with two_pools() as (one, other), receiving(other) as receiver:
         here = open_space(one)
-        lane = call(receiver, here)
+        connection = call(receiver, here)
         frames = [put_frame(here, prompt(here, 2), whole_shard(here.spec), number=number) for number in range(1, 8)]
         for frame in frames[:-1]:
-            assert len(ask(lane, frame)) == 2
+            assert len(ask(connection, frame)) == 2
         with pytest.raises(PeerRefusedError) as refused:
-            ask(lane, frames[-1])
+            ask(connection, frames[-1])
         assert refused.value.code == wire.Refusal.TOO_MANY
-        lane.close()
+        connection.close()
         is_over(receiver)
 
 
@@ -190,7 +190,7 @@ def test_a_session_is_joined_by_its_own_caller_alone() -> None:
     with two_pools() as (one, other), receiving(other) as receiver:
         here, another = open_space(one), open_space(one, tag=1)
         session = os.urandom(16)
-        lane = call(receiver, here, session=session)
+        connection = call(receiver, here, session=session)
         for joining in (
             lambda: call(receiver, another, session=session),
             lambda: call(receiver, here, session=session, rank=1),
@@ -198,8 +198,8 @@ def test_a_session_is_joined_by_its_own_caller_alone() -> None:
         ):
             with pytest.raises(PeerRefusedError):
                 joining()
-        assert ask(lane, wire.encode_frame(wire.Type.PING)) == []
-        lane.close()
+        assert ask(connection, wire.encode_frame(wire.Type.PING)) == []
+        connection.close()
         is_over(receiver)
 
 
@@ -223,16 +223,16 @@ def test_a_root_whose_description_is_noise_can_be_listed(payload: bytes) -> None
         here, there = open_space(one), open_space(other)
         (chunk,) = prompt(here, 1)
         shard = whole_shard(here.spec)
-        lane = call(receiver, here)
+        connection = call(receiver, here)
         try:
-            assert ask(lane, put_frame(here, [chunk], shard, payload=payload)) == [Status.OK]
-            assert ask(lane, *data_frame(here, chunk, shard)) == [Status.OK]
+            assert ask(connection, put_frame(here, [chunk], shard, payload=payload)) == [Status.OK]
+            assert ask(connection, *data_frame(here, chunk, shard)) == [Status.OK]
             check_arrived(there, [chunk])
         except PeerRefusedError:
             assert not list(other.scan())
         else:
             assert [info.key for info in other.scan()] == [chunk.key]
-        lane.close()
+        connection.close()
         is_over(receiver)
 
 
@@ -262,7 +262,7 @@ def test_a_space_that_cannot_be_is_refused(number: int) -> None:
     with two_pools() as (one, other), receiving(other) as receiver:
         here = open_space(one)
         lying = json.dumps(SPACES[number](json.loads(describe_space(here)))).encode()
-        caller = Caller(Role.PUSH, 9, 0, scope_of(here), lying)
+        caller = PeerCaller(PeerRole.PUSH, 9, 0, scope_of(here), lying)
         with pytest.raises(PeerRefusedError) as refused:
             caller.call(receiver.address, os.urandom(16), LinkSettings())
         assert refused.value.code in (wire.Refusal.SPACE, wire.Refusal.TENANTS)
@@ -283,8 +283,8 @@ def test_a_thread_that_cannot_be_had_does_not_end_the_receiver(monkeypatch: pyte
         monkeypatch.setattr(threading.Thread, "start", once)
         with pytest.raises(PeerError):
             call(receiver, here).close()
-        lane = call(receiver, here)
-        assert ask(lane, wire.encode_frame(wire.Type.PING)) == []
-        lane.close()
+        connection = call(receiver, here)
+        assert ask(connection, wire.encode_frame(wire.Type.PING)) == []
+        connection.close()
         is_over(receiver)
-        assert receiver._num_strangers == 0
+        assert receiver._num_unproven == 0

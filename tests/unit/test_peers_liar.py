@@ -51,19 +51,19 @@ class Liar:
                 sock, _ = self._server.accept()
                 threading.Thread(target=self._serve, args=(Connection(sock),), daemon=True).start()
 
-    def _serve(self, lane: Connection) -> None:
+    def _serve(self, connection: Connection) -> None:
         with contextlib.suppress(PeerError):
             end = time.monotonic() + 30
             greeting = new_greeting(None).encode()
-            lane.send(wire.encode_frame(wire.Type.GREETING, greeting), end)
-            _, hello = lane.receive(end)
-            lane.send(wire.encode_frame(wire.Type.WELCOME, Welcome(5000, 1).encode(greeting, hello, None)), end)
+            connection.send(wire.encode_frame(wire.Type.GREETING, greeting), end)
+            _, hello = connection.receive(end)
+            connection.send(wire.encode_frame(wire.Type.WELCOME, Welcome(5000, 1).encode(greeting, hello, None)), end)
             while True:
-                header, meta = lane.receive(end)
+                header, meta = connection.receive(end)
                 body, data = self._answer(header, meta)
                 frame = wire.encode_frame(wire.Type.ANSWER, body, data_bytes=len(data), number=header.number)
-                lane.send(frame, end, [memoryview(data)] if data else ())
-        lane.close()
+                connection.send(frame, end, [memoryview(data)] if data else ())
+        connection.close()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ import peer_cases as pc
 from headwater.errors import ConfigError, InvalidArgumentError, UrlError, WireError
 from headwater.kv.topology import WHOLE, Shard, Topology
 from headwater.peers import pull_wire
-from headwater.peers.channels import Channel
+from headwater.peers.channels import PeerChannel
 from headwater.peers.reader import PeerStore, open_source
 from headwater.peers.receiver import Receiver
 from headwater.peers.wire import Type, encode_frame
@@ -145,16 +145,16 @@ def test_ranges_of_any_topology_are_read_where_they_are(stored: Topology, asked:
 
 def test_one_question_for_a_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    ask = Channel.ask
+    ask = PeerChannel.ask
 
-    def note(self: Channel, kind: Any, meta: bytes, deadline: float) -> Any:
+    def note(self: PeerChannel, kind: Any, meta: bytes, deadline: float) -> Any:
         asked.append(kind.name)
         return ask(self, kind, meta, deadline)
 
     with peer() as (receiver, there), with_peer(receiver) as pool:
         keys = there.keys(range(CHUNK * 100))
         write(there, keys.chunks())
-        monkeypatch.setattr(Channel, "ask", note)
+        monkeypatch.setattr(PeerChannel, "ask", note)
         assert space_of(pool).match(keys).num_tokens == CHUNK * 100
         assert asked == ["RUN"]
 

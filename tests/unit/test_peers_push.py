@@ -22,9 +22,9 @@ from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Topology, whole_shard
 from headwater.peers import wire
 from headwater.peers.address import PeerAddress, parse_address
-from headwater.peers.caller import Caller, LinkSettings
+from headwater.peers.caller import LinkSettings, PeerCaller
 from headwater.peers.carriers.tcp import Connection
-from headwater.peers.hello import Hello, Role, describe_space, new_greeting, scope_of
+from headwater.peers.hello import Hello, PeerRole, describe_space, new_greeting, scope_of
 from headwater.peers.receiver import Receiver
 from headwater.peers.sender import PeerSender, transfer_name
 from headwater.pool.pool import Pool, open_pool
@@ -66,14 +66,14 @@ def test_a_prompt_arrives_whole() -> None:
         assert receiver.landing.pending_bytes == 0
 
 
-@pytest.mark.parametrize("lanes", [2, 4])
-def test_a_push_over_several_connections(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_push_over_several_connections(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group of layers is divided among them; they are one session, and go together."""
     monkeypatch.setattr("headwater.peers.link._DIVIDED_BYTES", 1)
     with two_pools() as (one, other), receiving(other) as receiver:
         here, there = open_space(one), open_space(other)
         chunks, shard = prompt(here, 9, tail=7), whole_shard(here.spec)
-        with sending(here, lanes=lanes, eager_bytes=0) as (sender,):
+        with sending(here, connections=count, eager_bytes=0) as (sender,):
             transfer = transfer_id()
             assert sender.push(transfer, str(receiver.address), chunks)
             for first in range(0, 6, 2):
@@ -81,8 +81,8 @@ def test_a_push_over_several_connections(lanes: int, monkeypatch: pytest.MonkeyP
                 sender.noted(chunks, range(first, first + 2))
                 _wait_for_layers(there, chunks, first + 2)
             assert sender.flush(transfer, 10.0) == 9 * CHUNK + 7
-            assert (receiver.stats()["connections"], receiver.stats()["sessions"]) == (lanes, 1)
-            assert sender.counts["lane_bytes"] > sender.counts["bytes"] // 3
+            assert (receiver.stats()["connections"], receiver.stats()["sessions"]) == (count, 1)
+            assert sender.counts["extra_connection_bytes"] > sender.counts["bytes"] // 3
             check_arrived(there, chunks)
             more = prompt(here, 9, seed=1)
             save(here, more, shard, range(3))
@@ -416,7 +416,7 @@ def test_a_queue_that_is_full_drops_and_counts() -> None:
 
 # ---- strangers --------------------------------------------------------------------------------------------------
 def call(receiver: Receiver, space: Space, settings: LinkSettings | None = None, **changes: object) -> Connection:
-    caller = Caller(Role.PUSH, 5, 0, scope_of(space), describe_space(space))
+    caller = PeerCaller(PeerRole.PUSH, 5, 0, scope_of(space), describe_space(space))
     return replace(caller, **changes).call(receiver.address, os.urandom(16), settings or LinkSettings())[0]  # type: ignore[arg-type]
 
 
@@ -458,7 +458,7 @@ def test_no_secret_no_other_hosts() -> None:
         with pytest.raises(InvalidArgumentError, match="secret"):
             Receiver(pool, PeerAddress("0.0.0.0", 0))
         with pytest.raises(PeerRefusedError, match="secret"):
-            Caller(Role.PUSH, 1, 0).call(parse_address("192.0.2.1:7700"), bytes(16), LinkSettings())
+            PeerCaller(PeerRole.PUSH, 1, 0).call(parse_address("192.0.2.1:7700"), bytes(16), LinkSettings())
 
 
 def frames(space: Space) -> dict[str, bytes]:
@@ -493,9 +493,9 @@ def frames(space: Space) -> dict[str, bytes]:
     }
 
 
-def _hear_to_the_end(lane: Connection) -> None:
+def _hear_to_the_end(connection: Connection) -> None:
     while True:
-        lane.receive(time.monotonic() + 10)
+        connection.receive(time.monotonic() + 10)
 
 
 def test_frames_out_of_bounds_close_the_connection_and_leave_nothing() -> None:
@@ -503,11 +503,11 @@ def test_frames_out_of_bounds_close_the_connection_and_leave_nothing() -> None:
         here = open_space(one)
         before = other.stats().store.used_bytes
         for count, (name, frame) in enumerate(frames(here).items(), 1):
-            lane = call(receiver, here)
-            lane.send(frame, time.monotonic() + 5)
-            with pytest.raises(PeerRefusedError, match="refuses"):
-                _hear_to_the_end(lane)
-            lane.close()
+            connection = call(receiver, here)
+            connection.send(frame, time.monotonic() + 5)
+            with pytest.raises(PeerRefusedError, match="refused"):
+                _hear_to_the_end(connection)
+            connection.close()
             assert receiver.counts["refused_not_ours"] == count, name
         nothing_pending(other)
         wait_until(lambda: receiver.stats()["connections"] == 0, 10.0)
@@ -519,7 +519,7 @@ def test_noise_cut_frames_and_silence_before_the_hello(monkeypatch: pytest.Monke
     monkeypatch.setattr("headwater.peers.receiver.HELLO_S", 0.5)
     with two_pools() as (one, other), receiving(other, secret=SECRET) as receiver:
         here = open_space(one)
-        hello = Hello(Role.PUSH, bytes(16), 5, scope=scope_of(here), space=describe_space(here), nonce=bytes(32))
+        hello = Hello(PeerRole.PUSH, bytes(16), 5, scope=scope_of(here), space=describe_space(here), nonce=bytes(32))
         good = wire.encode_frame(wire.Type.HELLO, hello.encode(new_greeting(SECRET).encode(), SECRET))
         for noise in (b"", os.urandom(500), b"GET / HTTP/1.1\r\n\r\n" * 3, good[:20], good[:-1], good):
             with socket.create_connection(receiver.address, 5) as sock:
@@ -586,17 +586,17 @@ def test_a_silent_caller_that_has_begun_something_is_given_up() -> None:
     with two_pools() as (one, other), receiving(other, silence_s=0.5) as receiver:
         here = open_space(one)
         chunks = tuple(prompt(here, 2))
-        idle, lane = call(receiver, here), call(receiver, here, rank=1)
+        idle, connection = call(receiver, here), call(receiver, here, rank=1)
         put = wire.Put(1, bytes(16), chunks, whole_shard(here.spec), here.describe(chunks[0].root))
-        lane.send(wire.encode_frame(wire.Type.PUT, put.encode(), number=1), time.monotonic() + 5)
-        assert lane.receive(time.monotonic() + 5)[1] == bytes([Status.OK, Status.OK])
+        connection.send(wire.encode_frame(wire.Type.PUT, put.encode(), number=1), time.monotonic() + 5)
+        assert connection.receive(time.monotonic() + 5)[1] == bytes([Status.OK, Status.OK])
         assert other.stats().store.pending_bytes > 0
         nothing_pending(other)
         wait_until(lambda: receiver.counts["refused_silence"] == 1, 10.0)
         idle.send(wire.encode_frame(wire.Type.PING), time.monotonic() + 5)  # nothing begun: it may be silent
         assert idle.receive(time.monotonic() + 5)[0].type == wire.Type.ANSWER
         idle.close()
-        lane.close()
+        connection.close()
 
 
 def test_bad_arguments_are_said() -> None:

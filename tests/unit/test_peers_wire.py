@@ -91,13 +91,13 @@ def test_lengths_out_of_bounds_are_refused_before_anything_is_received() -> None
         wire.decode_header(head)
     with pytest.raises(WireError, match="out of bounds"):
         wire.decode_header(wire.HEADER.pack(wire.MAGIC, wire.Type.DATA, 0, 0, wire.MAX_DATA_BYTES + 1, 0, 0, 0))
-    with pytest.raises(WireError, match="no frame of type"):
+    with pytest.raises(WireError, match="unknown frame type"):
         wire.decode_header(wire.HEADER.pack(wire.MAGIC, 99, 0, 0, 0, 0, 0, 0))
 
 
 # ---- hello ------------------------------------------------------------------------------------------------------
 def caller(space: Space, **changes: object) -> hello.Hello:
-    made = hello.Hello(hello.Role.PUSH, b"s" * 16, 5, 1, 0, b"n" * 32, hello.scope_of(space))
+    made = hello.Hello(hello.PeerRole.PUSH, b"s" * 16, 5, 1, 0, b"n" * 32, hello.scope_of(space))
     return replace(made, space=hello.describe_space(space), **changes)  # type: ignore[arg-type]
 
 

@@ -185,7 +185,9 @@ def test_a_sparse_copy_on_a_full_disk_is_an_error_and_no_sigbus(name: str, small
         check=False,
     )
     assert ended.returncode == 1, f"ended with {ended.returncode}: {ended.stderr}"
-    said = "its events cannot be kept: No space left" if name == "events" else "no space left on the device; free some"
+    said = (
+        "its events cannot be stored: No space left" if name == "events" else "no space left on the device; free some"
+    )
     assert re.search(rf"CapacityError: (file://)?{copy}: {said}", ended.stderr), ended.stderr
     (small_disk / "filler").unlink()
     with open_pool(f"file://{copy}") as pool:

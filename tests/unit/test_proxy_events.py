@@ -30,7 +30,7 @@ from headwater.pool.space import Space
 from headwater.proxy.calls import parse_call
 from headwater.proxy.choice import Router
 from headwater.proxy.config import ProxyConfig, ServerSpec
-from headwater.proxy.fleet import Role, Server
+from headwater.proxy.fleet import FleetServer, ServerRole
 from headwater.proxy.follow import EventSource, Feed, follow_servers
 from headwater.proxy.keys import PromptKeys
 from headwater.proxy.pool_events import PoolSource
@@ -62,14 +62,14 @@ async def until(condition: Callable[[], bool], limit_s: float = WAIT_S) -> float
     return time.monotonic() - began
 
 
-def servers(router: Router, count: int, options: str = "") -> list[Server]:
+def servers(router: Router, count: int, options: str = "") -> list[FleetServer]:
     specs = tuple(ServerSpec.parse(f"http://h:{number + 1}{options}") for number in range(count))
     config = ProxyConfig(decode=specs)
-    return [Server(spec, Role.DECODE, router, config) for spec in specs]
+    return [FleetServer(spec, ServerRole.DECODE, router, config) for spec in specs]
 
 
 @asynccontextmanager
-async def feeding(source: EventSource, router: Router, fed: list[Server]) -> AsyncIterator[Feed]:
+async def feeding(source: EventSource, router: Router, fed: list[FleetServer]) -> AsyncIterator[Feed]:
     feed = Feed(source, fed, router)
     task = asyncio.create_task(feed.run())
     try:
@@ -84,7 +84,7 @@ def prompt(tokens: list[int], **fields: Any) -> PromptKeys:
     return PromptKeys(parse_call(json.dumps({"prompt": tokens, **fields}).encode(), is_chat=False), tokens)
 
 
-def cached(router: Router, server: Server, tokens: list[int], **fields: Any) -> int:
+def cached(router: Router, server: FleetServer, tokens: list[int], **fields: Any) -> int:
     return router.costs(prompt(tokens, **fields), [server])[0].cached_tokens
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("msgspec")
 
 from headwater.proxy.calls import CallBody, parse_call
-from headwater.proxy.choice import Candidate, Router
+from headwater.proxy.choice import Router, ServerCandidate
 from headwater.proxy.index import Bits, History, Table, runs
 from headwater.proxy.keys import TEXT, PromptKeys, TokenScheme, canonical_text, tokens_of
 
@@ -158,8 +158,8 @@ def test_what_is_no_plain_text_is_told_apart_by_its_text(body: str) -> None:
 
 
 # ---- the choice -------------------------------------------------------------------------------------------------
-def fleet(router: Router, count: int, **options: float) -> list[Candidate]:
-    return [Candidate(f"s{number}", router, **options) for number in range(count)]
+def fleet(router: Router, count: int, **options: float) -> list[ServerCandidate]:
+    return [ServerCandidate(f"s{number}", router, **options) for number in range(count)]
 
 
 def test_a_conversation_stays_where_it_was() -> None:
@@ -194,7 +194,7 @@ def test_queued_tokens_outweigh_a_cached_prefix() -> None:
 
 def test_weights_divide_the_cost() -> None:
     router = Router()
-    small, large = Candidate("small", router), Candidate("large", router, weight=3)
+    small, large = ServerCandidate("small", router), ServerCandidate("large", router, weight=3)
     counts: Counter[str] = Counter()
     for number in range(400):
         asked = prompt(words(number, 200))
@@ -261,7 +261,7 @@ def test_a_prompt_is_hashed_once_for_servers_of_one_scheme() -> None:
 
     router = Router()
     scheme = Counted()
-    servers = [Candidate(f"s{number}", router, scheme=scheme) for number in range(5)]
+    servers = [ServerCandidate(f"s{number}", router, scheme=scheme) for number in range(5)]
     asked = PromptKeys(chat("x"), list(range(5000)))
     router.send(asked, router.choose(asked, servers))
     assert len(calls) == 1

@@ -15,7 +15,7 @@ from headwater.connector.orders import FlushOrder, PushOrder, StepReport
 from headwater.connector.push_desk import PushDesk
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.tracker import Scheduled
-from headwater.connector.transfers import Transfer, parse_transfer
+from headwater.connector.transfers import TransferParams, parse_transfer
 from headwater.errors import InvalidArgumentError
 from headwater.kv.topology import Topology
 from headwater.peers.address import PeerAddress
@@ -28,7 +28,7 @@ from peer_cases import CHUNK, open_space, prompt, save
 
 from support import WAIT_S, temporary_url, wait_until
 
-PUSH = Transfer(id="0a", push_to="127.0.0.1:7")
+PUSH = TransferParams(id="0a", push_to="127.0.0.1:7")
 
 
 @pytest.fixture
@@ -83,8 +83,8 @@ def test_the_shortest_rank_decides_how_much_was_sent(space: Space) -> None:
     assert side.pushes.finish("a", is_wanted=True)
     ((name, _, deadline_s),) = side.order([]).flushes
     assert (name, deadline_s > 0) == ("a", True)
-    assert [*side.pushes.hear(StepReport(pushed={"a": (2 * CHUNK,)}))] == []
-    assert [*side.pushes.hear(StepReport(pushed={"a": (CHUNK,), "nobody": (1,)}))] == [("a", CHUNK)]
+    assert [*side.pushes.handle_report(StepReport(pushed={"a": (2 * CHUNK,)}))] == []
+    assert [*side.pushes.handle_report(StepReport(pushed={"a": (CHUNK,), "nobody": (1,)}))] == [("a", CHUNK)]
 
 
 def test_two_requests_of_one_transfer_are_told_apart(space: Space) -> None:

@@ -24,7 +24,7 @@ from headwater.errors import EngineError, RequestError
 from headwater.serve import app as app_module
 from headwater.serve import local
 from headwater.serve import sending as sending_module
-from headwater.serve.client import Job
+from headwater.serve.client import GenerationJob
 from headwater.serve.http import bound_socket
 from headwater.serve.messages import Abort, Outputs
 from headwater.serve.openai import LARGE_BODY_BYTES, Call, parse_completion
@@ -207,7 +207,7 @@ def test_tokenising_a_large_request_is_done_in_a_thread() -> None:
 
 def test_a_job_that_cannot_be_sent_leaves_nothing_in_flight() -> None:
     async def test(rig: Rig) -> None:
-        good, bad = Job([1], SamplingParams()), Job([2**70], SamplingParams())
+        good, bad = GenerationJob([1], SamplingParams()), GenerationJob([2**70], SamplingParams())
         with pytest.raises(OverflowError):
             await rig.client.submit([good, bad, good])
         assert rig.client.num_in_flight == 0

@@ -14,13 +14,13 @@ pytest.importorskip("msgspec")
 from headwater.engine.params import SamplingParams
 from headwater.errors import RequestError
 from headwater.serve import client as client_module
-from headwater.serve.client import EngineClient, Job
+from headwater.serve.client import EngineClient, GenerationJob
 from headwater.serve.messages import Abort, FrameReader, Ready, Submit, ToEngine, decode_to_engine
-from headwater.serve.process import Connection
+from headwater.serve.process import EngineConnection
 
 WAIT_S = 30.0
 READY = Ready("m", 8192, 50_000, [0], 10, 16, 4, "", "")
-JOB = Job([40_000] * 4000, SamplingParams())
+JOB = GenerationJob([40_000] * 4000, SamplingParams())
 
 
 class Process:
@@ -49,7 +49,7 @@ def with_client(test: Callable[[EngineClient, socket.socket], Any]) -> None:
         theirs.setblocking(False)
         process: Any = Process()
         with theirs:
-            client = EngineClient(process, READY, Connection(*await asyncio.open_connection(sock=ours)))
+            client = EngineClient(process, READY, EngineConnection(*await asyncio.open_connection(sock=ours)))
             try:
                 async with asyncio.timeout(WAIT_S):
                     await test(client, theirs)
@@ -83,7 +83,7 @@ def test_what_is_cancelled_before_the_engine_reads_takes_no_memory_and_never_rea
         assert client.num_in_flight == 0
         assert client._connection.num_waiting_bytes == 0
         assert client._connection._writer.transport.get_write_buffer_size() < 1 << 18
-        last = asyncio.create_task(client.submit([Job([7], SamplingParams())]))
+        last = asyncio.create_task(client.submit([GenerationJob([7], SamplingParams())]))
         read = await read_until(theirs, lambda messages: bool(messages) and _is_last(messages[-1]))
         await last
         submitted = {message.request_id for message in read if isinstance(message, Submit)}

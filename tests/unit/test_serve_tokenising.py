@@ -14,7 +14,7 @@ from headwater.errors import RequestError
 from headwater.models.text_bound import TextBound
 from headwater.serve.openai import Call
 from headwater.serve.tokenising import MIN_CAP_BYTES, PIECE_CHARS, TextLimits, at_once, tokenise
-from headwater.serve.workers import Piece
+from headwater.serve.workers import PieceLength
 
 MAX_LEN = 1000
 
@@ -100,7 +100,7 @@ def test_a_long_text_of_few_tokens_is_tokenised_as_a_whole() -> None:
     limits = TextLimits(MAX_LEN, None)
     job = tokenise(tokenizer, call(text), limits)
     pieces = [*job]
-    assert pieces == [Piece.SHORT] * -(-len(text) // PIECE_CHARS) + [Piece.LONG]
+    assert pieces == [PieceLength.SHORT] * -(-len(text) // PIECE_CHARS) + [PieceLength.LONG]
     assert tokenizer.lengths[-1] == len(text)
     assert at_once(tokenise(tokenizer, call(text), limits)) == [[1] * 250]
 

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams
 from headwater.errors import EngineError
 from headwater.serve.messages import Abort, Ready, Shutdown, Stats, Submit, encode
-from headwater.serve.worker import Channel, Running, serve_engine
+from headwater.serve.worker import Running, WorkerChannel, serve_engine
 
 from support import wait_until
 
@@ -44,7 +44,7 @@ class Engine:
         params: SamplingParams,
         *,
         cache_salt: str | None,
-        transfer: Transfer | None,
+        transfer: TransferParams | None,
     ) -> None:
         self.added.append(request_id)
         self._requests.append(request_id)
@@ -69,14 +69,14 @@ class Engine:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, Channel]]:
+def ends() -> Iterator[tuple[socket.socket, WorkerChannel]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(WAIT_S)
-        yield ours, Channel(theirs)
+        yield ours, WorkerChannel(theirs)
 
 
-def test_a_call_that_is_cancelled_in_a_step_costs_no_further_step(ends: tuple[socket.socket, Channel]) -> None:
+def test_a_call_that_is_cancelled_in_a_step_costs_no_further_step(ends: tuple[socket.socket, WorkerChannel]) -> None:
     """A megabyte of prompts and their aborts are read while the engine is in a step, and none of them reaches it."""
     server, channel = ends
     engine = Engine()
@@ -104,7 +104,7 @@ def test_a_call_that_is_cancelled_in_a_step_costs_no_further_step(ends: tuple[so
     assert engine.num_steps <= 2
 
 
-def test_an_abort_of_what_the_engine_has_reaches_it(ends: tuple[socket.socket, Channel]) -> None:
+def test_an_abort_of_what_the_engine_has_reaches_it(ends: tuple[socket.socket, WorkerChannel]) -> None:
     server, channel = ends
     server.sendall(encode(Submit("a", [1], SamplingParams())))
     assert channel.receive(wait_s=WAIT_S) == [Submit("a", [1], SamplingParams())]
@@ -113,7 +113,9 @@ def test_an_abort_of_what_the_engine_has_reaches_it(ends: tuple[socket.socket, C
     assert channel.receive(wait_s=0.0) == []
 
 
-def test_the_end_of_the_stream_and_garbage_are_told_after_all_messages(ends: tuple[socket.socket, Channel]) -> None:
+def test_the_end_of_the_stream_and_garbage_are_told_after_all_messages(
+    ends: tuple[socket.socket, WorkerChannel],
+) -> None:
     server, channel = ends
     server.sendall(encode(Abort("a")))
     assert channel.receive(wait_s=WAIT_S) == [Abort("a")]
@@ -124,7 +126,7 @@ def test_the_end_of_the_stream_and_garbage_are_told_after_all_messages(ends: tup
     with ours, theirs:
         ours.sendall(b"\xff\xff\xff\xff")
         with pytest.raises(EngineError, match="announces"):
-            Channel(theirs).receive(wait_s=WAIT_S)
+            WorkerChannel(theirs).receive(wait_s=WAIT_S)
 
 
 def _read_all(sock: socket.socket) -> Any:

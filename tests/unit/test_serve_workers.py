@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("msgspec")
 
 from headwater.errors import EngineDeadError, RequestError
-from headwater.serve.workers import Job, Piece, Workers
+from headwater.serve.workers import PieceLength, TextJob, TextWorkers
 
 WAIT_S = 20.0
 
@@ -25,9 +25,9 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def run(test: Callable[[Workers], object], gate: threading.Event, **options: int) -> None:
+def run(test: Callable[[TextWorkers], object], gate: threading.Event, **options: int) -> None:
     async def bounded() -> None:
-        workers = Workers(**options)
+        workers = TextWorkers(**options)
         try:
             async with asyncio.timeout(WAIT_S):
                 await test(workers)  # type: ignore[misc]
@@ -44,7 +44,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def blocked(gate: threading.Event, begun: list[int], piece: Piece) -> Job[int]:
+def blocked(gate: threading.Event, begun: list[int], piece: PieceLength) -> TextJob[int]:
     yield piece
     begun.append(1)
     gate.wait(WAIT_S)
@@ -52,10 +52,10 @@ def blocked(gate: threading.Event, begun: list[int], piece: Piece) -> Job[int]:
 
 
 def test_what_a_job_returns_or_raises_arrives(gate: threading.Event) -> None:
-    async def test(workers: Workers) -> None:
-        def job(text: str) -> Job[int]:
-            yield Piece.SHORT
-            yield Piece.LONG
+    async def test(workers: TextWorkers) -> None:
+        def job(text: str) -> TextJob[int]:
+            yield PieceLength.SHORT
+            yield PieceLength.LONG
             return int(text)
 
         assert await workers.run(job("5")) == 5
@@ -68,9 +68,9 @@ def test_what_a_job_returns_or_raises_arrives(gate: threading.Event) -> None:
 
 
 def test_long_pieces_leave_a_thread_to_short_ones(gate: threading.Event) -> None:
-    async def test(workers: Workers) -> None:
+    async def test(workers: TextWorkers) -> None:
         begun: list[int] = []
-        long = [asyncio.create_task(workers.run(blocked(gate, begun, Piece.LONG))) for _ in range(6)]
+        long = [asyncio.create_task(workers.run(blocked(gate, begun, PieceLength.LONG))) for _ in range(6)]
         await until(lambda: bool(begun))
         assert await workers.call(lambda: "at once") == "at once"
         assert len(begun) == 1, "one long piece at a time"
@@ -83,13 +83,13 @@ def test_long_pieces_leave_a_thread_to_short_ones(gate: threading.Event) -> None
 def test_jobs_take_turns(gate: threading.Event) -> None:
     """A short job that comes last does not wait for the rest of those that are there."""
 
-    async def test(workers: Workers) -> None:
+    async def test(workers: TextWorkers) -> None:
         num_pieces = 0
 
-        def endless() -> Job[None]:
+        def endless() -> TextJob[None]:
             nonlocal num_pieces
             while not gate.is_set():
-                yield Piece.SHORT
+                yield PieceLength.SHORT
                 num_pieces += 1
 
         others = [asyncio.create_task(workers.run(endless())) for _ in range(6)]
@@ -102,19 +102,19 @@ def test_jobs_take_turns(gate: threading.Event) -> None:
 
 
 def test_work_whose_client_left_is_dropped(gate: threading.Event) -> None:
-    async def test(workers: Workers) -> None:
+    async def test(workers: TextWorkers) -> None:
         begun: list[int] = []
         seen: list[str] = []
 
-        def job(name: str) -> Job[None]:
-            yield Piece.LONG
+        def job(name: str) -> TextJob[None]:
+            yield PieceLength.LONG
             seen.append(name)
-            yield Piece.LONG
+            yield PieceLength.LONG
             seen.append(f"{name} again")
 
-        def left_in_the_middle() -> Job[None]:
-            yield from blocked(gate, begun, Piece.LONG)
-            yield Piece.LONG
+        def left_in_the_middle() -> TextJob[None]:
+            yield from blocked(gate, begun, PieceLength.LONG)
+            yield PieceLength.LONG
             seen.append("left in the middle")
 
         first = asyncio.create_task(workers.run(left_in_the_middle()))
@@ -133,9 +133,9 @@ def test_work_whose_client_left_is_dropped(gate: threading.Event) -> None:
 
 
 def test_too_many_jobs_are_told_to_come_back(gate: threading.Event) -> None:
-    async def test(workers: Workers) -> None:
+    async def test(workers: TextWorkers) -> None:
         begun: list[int] = []
-        jobs = [asyncio.create_task(workers.run(blocked(gate, begun, Piece.LONG))) for _ in range(3)]
+        jobs = [asyncio.create_task(workers.run(blocked(gate, begun, PieceLength.LONG))) for _ in range(3)]
         await until(lambda: workers.num_jobs == 3)
         with pytest.raises(RequestError) as caught:
             await workers.call(lambda: None)
@@ -148,9 +148,9 @@ def test_too_many_jobs_are_told_to_come_back(gate: threading.Event) -> None:
 
 
 def test_closing_fails_what_waits_and_what_runs_at_once(gate: threading.Event) -> None:
-    async def test(workers: Workers) -> None:
+    async def test(workers: TextWorkers) -> None:
         begun: list[int] = []
-        jobs = [asyncio.create_task(workers.run(blocked(gate, begun, Piece.LONG))) for _ in range(4)]
+        jobs = [asyncio.create_task(workers.run(blocked(gate, begun, PieceLength.LONG))) for _ in range(4)]
         await until(lambda: bool(begun))
         workers.close()
         results = await asyncio.gather(*jobs, return_exceptions=True)

@@ -245,7 +245,7 @@ def test_workers_are_not_used_up_by_a_source_that_is_well(front: Space, tmp_path
             before = set(threading.enumerate())
             assert {filling.status for filling in fill(tier, front, chunks, extents)} == {Status.OK}
             left = {thread.name for thread in set(threading.enumerate()) - before}
-            assert not {name for name in left if "lane" in name}
+            assert not {name for name in left if "headwater-run" in name}
         core: Any = tier.store._core
         workers: Workers = core.data._workers
         assert workers.jobs == 0

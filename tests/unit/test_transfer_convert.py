@@ -19,7 +19,7 @@ from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.pool import open_pool
 from headwater.pool.buffers import RawBuffer
 from headwater.stores.base import Filled, Status
-from headwater.transfer.convert import Span, gather, plan_spans, scatter
+from headwater.transfer.convert import PageSpan, gather, plan_spans, scatter
 from headwater.transfer.verify import staged_checksums, verify_staged
 
 from support import identity
@@ -65,7 +65,7 @@ def test_kv_survives_the_way_into_another_cache(
     for order, block_size in zip(orders, sizes, strict=True):
         view, data = cache_view(spec, shard, num_blocks=40, block_size=block_size, order=order)
         blocks = rng.sample(range(40), -(-30 // block_size))
-        spans = [Span(blocks, start, min(CHUNK, 30 - start)) for start in range(0, 30, CHUNK)]
+        spans = [PageSpan(blocks, start, min(CHUNK, 30 - start)) for start in range(0, 30, CHUNK)]
         plan = plan_spans(view, shard, spans)
         if staging is None:
             staging = torch.empty(plan.staged_bytes(spec.num_layers), dtype=torch.uint8)
@@ -97,7 +97,7 @@ def test_every_topology_reads_what_any_other_wrote(writer: Topology, reader: Top
         space = pool.space(identity(), spec, chunk_tokens=CHUNK)
         keys = space.keys(list(range(num_tokens)))
         chunks = [*keys.refs(num_tokens // CHUNK), keys.tail_ref(num_tokens // CHUNK, num_tokens % CHUNK)]
-        everything = [Span(range(32), c.first_token, c.num_tokens) for c in chunks]
+        everything = [PageSpan(range(32), c.first_token, c.num_tokens) for c in chunks]
         tiles = [naive_tiles(truth, truth_data, whole_shard(spec), span) for span in everything]
 
         for shard in writer.shards(spec):
@@ -118,7 +118,7 @@ def test_every_topology_reads_what_any_other_wrote(writer: Topology, reader: Top
                 assert np.array_equal(naive_tiles(view, data, shard, span), _part(spec, shard, span, whole))
 
 
-def _part(spec: KVSpec, shard: Shard, span: Span, whole: np.ndarray) -> np.ndarray:
+def _part(spec: KVSpec, shard: Shard, span: PageSpan, whole: np.ndarray) -> np.ndarray:
     """A shard's piece of a whole chunk."""
     picked = whole[shard.layers.start : shard.layers.stop, shard.heads.start : shard.heads.stop]
     rows = shard.split.rows(shard.part, span.first_token, span.num_tokens)
@@ -135,7 +135,7 @@ def _empty_cache(spec, shard, chunks, rng):
     block_size = rng.choice((1, 3, 8, 16))
     view, data = cache_view(spec, shard, num_blocks=40, block_size=block_size, order=rng.choice(ORDERS))
     blocks = rng.sample(range(40), -(-32 // block_size))
-    return view, data, [Span(blocks, chunk.first_token, chunk.num_tokens) for chunk in chunks]
+    return view, data, [PageSpan(blocks, chunk.first_token, chunk.num_tokens) for chunk in chunks]
 
 
 def _filled(spec, shard, tiles, chunks, rng):
@@ -153,7 +153,7 @@ def test_gather_straight_into_a_reserved_extent() -> None:
     with open_pool("memory://?capacity=8MiB") as pool:
         space = pool.space(identity(), spec, chunk_tokens=CHUNK)
         chunk = space.keys(list(range(CHUNK))).refs(1)[0]
-        plan = plan_spans(view, shard, [Span([5, 1, 2], 0, CHUNK)])
+        plan = plan_spans(view, shard, [PageSpan([5, 1, 2], 0, CHUNK)])
         (reservation,) = space.reserve([chunk], shard)
         extent = reservation.tiles
         assert extent is not None
@@ -166,7 +166,7 @@ def test_gather_straight_into_a_reserved_extent() -> None:
         assert space.write([chunk], other, [space.empty(chunk, other)])[0].stored
         with space.borrow(chunk, shard) as stored:
             assert stored is not None
-            assert np.array_equal(stored, naive_tiles(view, data, shard, Span([5, 1, 2], 0, CHUNK)))
+            assert np.array_equal(stored, naive_tiles(view, data, shard, PageSpan([5, 1, 2], 0, CHUNK)))
 
 
 def test_damage_is_seen_in_its_own_tile_only() -> None:
@@ -194,20 +194,20 @@ def test_memory_by_address() -> None:
 def _small_plan():
     spec = SPECS[0]
     view, _ = cache_view(spec, whole_shard(spec), num_blocks=4, block_size=4, order=ORDERS[0])
-    return view, plan_spans(view, whole_shard(spec), [Span([0, 3], 0, 8)])
+    return view, plan_spans(view, whole_shard(spec), [PageSpan([0, 3], 0, 8)])
 
 
 @pytest.mark.parametrize(
     ("span", "message"),
     [
-        (Span([0], 0, 5), "need 2 blocks"),
-        (Span([0, 4], 0, 5), "from 0 to 3"),
-        (Span([0, -1], 0, 5), "from 0 to 3"),
-        (Span([0], -1, 1), "cannot be"),
-        (Span([0], 0, 0), "cannot be"),
+        (PageSpan([0], 0, 5), "need 2 blocks"),
+        (PageSpan([0, 4], 0, 5), "from 0 to 3"),
+        (PageSpan([0, -1], 0, 5), "from 0 to 3"),
+        (PageSpan([0], -1, 1), "expected at least 1, from 0 on"),
+        (PageSpan([0], 0, 0), "expected at least 1, from 0 on"),
     ],
 )
-def test_spans_that_cannot_be(span: Span, message: str) -> None:
+def test_spans_out_of_bounds_are_refused(span: PageSpan, message: str) -> None:
     view, plan = _small_plan()
     with pytest.raises(InvalidArgumentError, match=message):
         plan_spans(view, plan.shard, [span])
@@ -220,7 +220,7 @@ def test_a_shard_that_the_cache_does_not_hold() -> None:
     shard = Topology(tp=2).shard(spec)
     view, _ = cache_view(spec, shard, num_blocks=4, block_size=4, order=ORDERS[0])
     with pytest.raises(InvalidArgumentError, match="the cache holds"):
-        plan_spans(view, whole_shard(spec), [Span([0], 0, 1)])
+        plan_spans(view, whole_shard(spec), [PageSpan([0], 0, 1)])
 
 
 def test_buffers_that_do_not_fit() -> None:

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from headwater.kv.topology import Shard
 from headwater.transfer import extents
 from headwater.transfer.copy import Copy
-from headwater.transfer.extents import Piece, copy_extents
+from headwater.transfer.extents import ExtentPiece, copy_extents
 
 CPU = torch.device("cpu")
 
 
-def asked(piece: Piece, stored: list[tuple[int, int]], staged: list[int], heads: int, *, to_host: bool) -> list[Copy]:
+def asked(
+    piece: ExtentPiece, stored: list[tuple[int, int]], staged: list[int], heads: int, *, to_host: bool
+) -> list[Copy]:
     """What the driver would be asked to do."""
     calls = list[Copy]()
 
@@ -65,7 +67,7 @@ def test_the_planned_copies_move_exactly_the_pieces(data: st.DataObject, to_host
     ring = np.random.default_rng(2).integers(0, 256, len(places) * rows * len(heads) * tile, dtype=np.uint8)
     stored = [(place // 3, host.ctypes.data + place * (extent + gap)) for place in places]
     staged = [ring.ctypes.data + number * rows * len(heads) * tile for number in range(len(places))]
-    copies = asked(Piece(Shard(layers, heads), tile, first, stride), stored, staged, num_heads, to_host=to_host)
+    copies = asked(ExtentPiece(Shard(layers, heads), tile, first, stride), stored, staged, num_heads, to_host=to_host)
     want_host, want_ring = host.copy(), ring.copy()
     for number, place in enumerate(places):
         there = want_host[place * (extent + gap) :][:extent].reshape(num_layers, num_heads, tile)
@@ -84,12 +86,12 @@ def test_evenly_spaced_chunks_are_one_copy() -> None:
     host, ring = np.zeros((6, 4 * 8 * 16), np.uint8), np.zeros((6, 4 * 2 * 16), np.uint8)  # 4 layers of 8 heads
     stored = [(0, host.ctypes.data + i * host.shape[1]) for i in range(6)]
     staged = [ring.ctypes.data + i * ring.shape[1] for i in range(6)]
-    piece = Piece(Shard(range(4), range(2, 4)), 16)
+    piece = ExtentPiece(Shard(range(4), range(2, 4)), 16)
     copies = asked(piece, stored, staged, 8, to_host=True)
     assert [(copy.depth, copy.rows.height, copy.rows.width) for copy in copies] == [(6, 4, 32)]
     some = [stored[i] for i in (0, 1, 2, 4, 5)]
     assert [copy.depth for copy in asked(piece, some, staged[:5], 8, to_host=True)] == [3, 2]
-    whole = Piece(Shard(range(4), range(8)), 16)
+    whole = ExtentPiece(Shard(range(4), range(8)), 16)
     everything = np.zeros((6, 512), np.uint8)
     staged = [everything.ctypes.data + i * 512 for i in range(6)]
     copies = asked(whole, stored, staged, 8, to_host=True)

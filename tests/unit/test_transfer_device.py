@@ -21,7 +21,7 @@ from headwater.pool import Pool, Space  # noqa: E402
 from headwater.stores.base import Status  # noqa: E402
 from headwater.transfer import extents, sender  # noqa: E402
 from headwater.transfer.copy import Copy, run_copies  # noqa: E402
-from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
+from headwater.transfer.extents import ExtentPiece, copy_extents  # noqa: E402
 from headwater.transfer.load import Loader  # noqa: E402
 from headwater.transfer.load_job import Load  # noqa: E402
 from headwater.transfer.movers import cuda  # noqa: E402
@@ -349,5 +349,5 @@ def test_no_copy_crosses_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = [(number // 4, start) for number, start in enumerate(starts)]
     staged = [staging.ctypes.data + number * EXTENT for number in range(12)]
     monkeypatch.setattr(extents, "run_copies", spy)
-    copy_extents(Piece(shard, tile), stored, staged, SPEC.num_kv_heads, torch.device("cpu"), to_host=True)
+    copy_extents(ExtentPiece(shard, tile), stored, staged, SPEC.num_kv_heads, torch.device("cpu"), to_host=True)
     assert [copy.depth for copy in calls] == [4, 4, 4]

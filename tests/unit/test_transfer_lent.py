@@ -15,7 +15,7 @@ from headwater.kernels.extent_cpu import SpanWriter
 from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import open_pool
 from headwater.stores.base import Status
-from headwater.transfer.convert import Span, plan_spans, scatter
+from headwater.transfer.convert import PageSpan, plan_spans, scatter
 from headwater.transfer.load import Loader
 from transfer_pool_cases import CHUNK, EXTENT, SPEC, Done, flip_byte, open_space, tiles_of
 
@@ -55,7 +55,7 @@ def test_what_is_lent_arrives_as_what_is_read(
         for rank in range(tp):
             shard = Topology(tp=tp).shard(SPEC, tp_rank=rank)
             view, data = cache_view(SPEC, shard, num_blocks=len(blocks) + 5, block_size=block_size, order=order)
-            plan = plan_spans(view, shard, [Span(blocks, c.first_token, c.num_tokens) for c in chunks])
+            plan = plan_spans(view, shard, [PageSpan(blocks, c.first_token, c.num_tokens) for c in chunks])
             before, counted = data.clone(), pool.stats().counts.get("read_bytes", 0)
             mine = [np.ascontiguousarray(t[:, shard.heads.start : shard.heads.stop]) for t in whole]
             scatter(plan, shard.layers, mine)
@@ -122,7 +122,7 @@ def test_a_writer_puts_every_row_where_a_scatter_does(seed: int) -> None:
     capacity = 20 * block_size
     blocks = rng.sample(range(24), 20)
     first = rng.randrange(capacity)
-    spans = [Span(blocks, first, rng.randint(1, capacity - first)), Span(blocks, 0, max(1, first))]
+    spans = [PageSpan(blocks, first, rng.randint(1, capacity - first)), PageSpan(blocks, 0, max(1, first))]
     plan = plan_spans(view, shard, spans)
     tiles = [
         np.random.randint(0, 256, shard.local_shape(SPEC, span.first_token, span.num_tokens), np.uint8)

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the transfer needs torch")
 
 from headwater.kernels.extent import SUM_BYTES  # noqa: E402
 from headwater.kv.topology import Shard  # noqa: E402
-from headwater.transfer.extents import Piece, copy_extents  # noqa: E402
+from headwater.transfer.extents import ExtentPiece, copy_extents  # noqa: E402
 from headwater.transfer.ring import Room, StagingRing, sums_bytes  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_copies_of_extents_move_exactly_the_pieces(data: st.DataObject) -> None:
             want_staging[slot, ::step] = tiles
     stored = [(place // 3, store[place].ctypes.data) for place in places]
     staged = [staging[slot].ctypes.data for slot in slots]
-    copy_extents(Piece(Shard(layers, heads), tile, 0, step), stored, staged, model[1], CPU, to_host=to_host)
+    copy_extents(ExtentPiece(Shard(layers, heads), tile, 0, step), stored, staged, model[1], CPU, to_host=to_host)
     assert np.array_equal(store, want_store)
     assert np.array_equal(staging, want_staging)
 

@@ -236,7 +236,7 @@ def test_a_save_whose_gather_fails_tells_of_every_request(monkeypatch: pytest.Mo
         monkeypatch.setattr(saving, "gather", failing)
         try:
             with pytest.raises(RuntimeError, match="no launch"):
-                saver.save_all([saving.Wanted(name, chunks, BLOCKS) for name, chunks in chains.items()])
+                saver.save_all([saving.SaveRequest(name, chunks, BLOCKS) for name, chunks in chains.items()])
             assert saver.drain(10)
             assert dict(saver.take_unsaved()) == {"a": 0, "b": 0}
         finally:

@@ -12,13 +12,13 @@ from headwater.engine.kvcache import create_kv_cache
 from headwater.errors import InvalidArgumentError
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Topology, whole_shard
-from headwater.transfer.convert import Span, gather, plan_spans, scatter
+from headwater.transfer.convert import PageSpan, gather, plan_spans, scatter
 from headwater.transfer.view import Axes, PagedView, PlaneView, view_description, view_tensors
 
 GQA = KVSpec.gqa(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
 MLA = KVSpec.mla(num_layers=2, latent_dim=6, rope_dim=2, dtype="bfloat16")
 SIZES = {"plane": 2, "block": 5, "token": 3, "head": 2, "dim": 4}
-SPANS = [Span([4, 0, 2], 0, 4), Span([4, 0, 2], 4, 4)]
+SPANS = [PageSpan([4, 0, 2], 0, 4), PageSpan([4, 0, 2], 4, 4)]
 
 
 def gathered(view: PagedView) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headwater.connector.orders import Job, LoadOrder, StepOrders
-from headwater.connector.transfers import MAX_WAIT_S, Transfer, parse_transfer
+from headwater.connector.orders import LoadOrder, StepOrders, TransferJob
+from headwater.connector.transfers import MAX_WAIT_S, TransferParams, parse_transfer
 from headwater.connector.wire import orders_from_wire, orders_to_wire
 from headwater.errors import InvalidArgumentError, RequestError
 from headwater.kv.hashing import ChunkRef
@@ -24,14 +24,14 @@ from headwater.serve.openai import MAX_TRANSFER_BYTES, parse_chat, parse_complet
         (None, None),
         ({}, None),
         ({"do_remote_prefill": True, "remote_port": 7}, None),
-        ({"headwater": {}}, Transfer()),
-        ({"headwater": {"transfer": "ab", "wait_s": 5}}, Transfer(id="ab", wait_s=5.0)),
-        ({"headwater": {"transfer": "ab", "start_s": 0.5, "colour": 7}}, Transfer(id="ab", start_s=0.5)),
-        ({"headwater": {"transfer": "ab", "push_to": "host:7700"}}, Transfer(id="ab", push_to="host:7700")),
-        ({"headwater": {"transfer": None, "wait_s": None}}, Transfer()),
+        ({"headwater": {}}, TransferParams()),
+        ({"headwater": {"transfer": "ab", "wait_s": 5}}, TransferParams(id="ab", wait_s=5.0)),
+        ({"headwater": {"transfer": "ab", "start_s": 0.5, "colour": 7}}, TransferParams(id="ab", start_s=0.5)),
+        ({"headwater": {"transfer": "ab", "push_to": "host:7700"}}, TransferParams(id="ab", push_to="host:7700")),
+        ({"headwater": {"transfer": None, "wait_s": None}}, TransferParams()),
     ],
 )
-def test_what_requests_say(params: Any, expected: Transfer | None) -> None:
+def test_what_requests_say(params: Any, expected: TransferParams | None) -> None:
     assert parse_transfer(params) == expected
 
 
@@ -63,10 +63,10 @@ def test_what_is_no_object_is_refused(params: Any) -> None:
 
 
 def test_a_transfer_is_expected_by_the_server_that_gets_it() -> None:
-    assert Transfer(id="7").is_expected
-    assert not Transfer().is_expected
-    assert not Transfer(id="7", push_to="host:7700").is_expected
-    assert not Transfer(id="7", wait_s=0.0).is_expected
+    assert TransferParams(id="7").is_expected
+    assert not TransferParams().is_expected
+    assert not TransferParams(id="7", push_to="host:7700").is_expected
+    assert not TransferParams(id="7", wait_s=0.0).is_expected
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
@@ -77,7 +77,7 @@ def test_the_server_passes_it_on_and_refuses_what_is_wrong(is_chat: bool) -> Non
         return (parse_chat if is_chat else parse_completion)(body)
 
     assert parse(None).transfer is None
-    assert parse({"headwater": {"transfer": "ab", "wait_s": 5}}).transfer == Transfer(id="ab", wait_s=5.0)
+    assert parse({"headwater": {"transfer": "ab", "wait_s": 5}}).transfer == TransferParams(id="ab", wait_s=5.0)
     for wrong in ({"headwater": {"wait_s": "x"}}, {"headwater": 7}, [], "x", {"other": "x" * MAX_TRANSFER_BYTES}):
         with pytest.raises(RequestError) as caught:
             parse(wrong)
@@ -87,13 +87,13 @@ def test_the_server_passes_it_on_and_refuses_what_is_wrong(is_chat: bool) -> Non
 def test_the_engine_process_gets_it() -> None:
     from headwater.engine.params import SamplingParams
 
-    message = Submit("r", [1, 2], SamplingParams(), None, Transfer(id="ab", wait_s=5.0))
+    message = Submit("r", [1, 2], SamplingParams(), None, TransferParams(id="ab", wait_s=5.0))
     assert decode_to_engine(encode(message)[4:]) == message
 
 
 def test_a_load_that_waits_keeps_its_times_on_the_wire() -> None:
     chunk = ChunkRef(b"k" * 32, b"p" * 32, 0, 0, 16, b"p" * 32)
-    job = Job.of("r", [chunk], np.arange(4, dtype=np.int32))
+    job = TransferJob.of("r", [chunk], np.arange(4, dtype=np.int32))
     for wait in (None, Wait(30.0, 2.0, 30.0)):
         fields, arrays = orders_to_wire(StepOrders(loads=(LoadOrder(job, wait=wait),)))
         (order,) = orders_from_wire(json.loads(json.dumps(fields)), arrays).loads

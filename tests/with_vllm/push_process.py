@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.config import EngineConfig
 from headwater.engine.engine import Engine
 from headwater.engine.params import SamplingParams
@@ -20,7 +20,7 @@ def main() -> None:
     with Engine(config) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=1)
         for number, prompt in enumerate(task["prompts"]):
-            engine.add(str(number), prompt, params, transfer=Transfer(id=f"{number:02x}", push_to=task["peer"]))
+            engine.add(str(number), prompt, params, transfer=TransferParams(id=f"{number:02x}", push_to=task["peer"]))
         sent: dict[str, int | None] = {}
         while engine.has_work:
             for output in engine.step():

@@ -15,7 +15,7 @@ from headwater.integrations.vllm.layout import candidate_views
 from headwater.integrations.vllm.probe import prove_view
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, whole_shard
-from headwater.transfer.convert import Span, gather, plan_spans, scatter
+from headwater.transfer.convert import PageSpan, gather, plan_spans, scatter
 from headwater.transfer.view import PagedView
 
 NUM_BLOCKS = 6
@@ -71,7 +71,7 @@ def empty_cache(spec: KVSpec, block_size: int, order: str) -> list[torch.Tensor]
 def check_both_ways(view: PagedView, shard: Shard, attention: list[Attention]) -> None:
     """vLLM writes and we read; we write and vLLM would have written the same bytes."""
     num_tokens, blocks = view.block_size + 7, [4, 2]
-    plan = plan_spans(view, shard, [Span(blocks, 0, num_tokens)])
+    plan = plan_spans(view, shard, [PageSpan(blocks, 0, num_tokens)])
     numbers = torch.arange(num_tokens)
     slots = torch.tensor(blocks)[numbers // view.block_size] * view.block_size + numbers % view.block_size
     dtype = attention[0].kv_cache.dtype

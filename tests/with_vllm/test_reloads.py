@@ -22,14 +22,14 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from headwater.bench.vllm_engine import SRC, EngineProcess
-from headwater.connector.orders import Job, SaveOrder, StepOrders
+from headwater.connector.orders import SaveOrder, StepOrders, TransferJob
 from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.messages import WorkerMetadata
 from headwater.integrations.vllm.reloads import KEEP_WEIGHTS, Freshness, watch_reloads
 
 from vllm_models import hit_tokens, random_tokens, settings_of, wait_for_hits
 
-SAVE = SaveOrder(Job.of("a", [], np.zeros(1, np.int32)))
+SAVE = SaveOrder(TransferJob.of("a", [], np.zeros(1, np.int32)))
 
 
 class Model:

@@ -152,7 +152,7 @@ def test_what_is_being_loaded_is_not_saved(mode: str, tmp_path: Path) -> None:
             orders = side.order(make_step(new=[(request, blocks)], scheduled={"a": 1}))
             assert [load.mode for load in orders.loads] == [mode]
             assert not saved(orders)
-            side.hear(StepReport(ended={"a": (1,)}), set(blocks[16:]))  # only the first chunk came
+            side.handle_report(StepReport(ended={"a": (1,)}), set(blocks[16:]))  # only the first chunk came
             request.num_computed_tokens = 256
             orders = side.order(make_step(scheduled={"a": 344}))
             assert not saved(orders), "its blocks are wrong until this step has ended"
@@ -212,7 +212,7 @@ def test_what_was_computed_from_a_failed_load_is_not_saved(space: Space, mode: s
     fill(space, 600)
     side, request, blocks = make_side(space, mode), make_request("a", 700), [*range(100, 144)]
     begin_loading(side, request, blocks, 100)
-    side.hear(StepReport(ended={"a": (1,)}), set(blocks[16:38]))
+    side.handle_report(StepReport(ended={"a": (1,)}), set(blocks[16:38]))
     request.num_computed_tokens = 0
     assert saved(side.order(make_step(preempted=["a"]))) == []
 
@@ -221,7 +221,7 @@ def fail_and_abort(side: Steps, blocks: list[int]) -> None:
     """A request whose load fails from its second chunk on, and which is aborted before it has computed that."""
     request = make_request("a", 700)
     begin_loading(side, request, blocks, 100)
-    side.hear(StepReport(ended={"a": (1,)}), set(blocks[16:38]))
+    side.handle_report(StepReport(ended={"a": (1,)}), set(blocks[16:38]))
     request.num_computed_tokens = 256
     side.finish(request, blocks)
 
@@ -237,7 +237,7 @@ def test_who_shares_blocks_of_a_failed_load_is_taken_back(space: Space) -> None:
     mine = [*blocks[:40], *range(300, 305)]
     orders = side.order(make_step(new=[(other, mine)], scheduled={"b": 80}))
     assert orders.wrong_blocks == {blocks[16]}
-    side.hear(None, set(orders.wrong_blocks))
+    side.handle_report(None, set(orders.wrong_blocks))
     other.num_computed_tokens = 256  # as vLLM does
     orders = side.order(make_step(scheduled={"b": 100}))
     assert not orders.wrong_blocks
@@ -247,7 +247,7 @@ def test_who_shares_blocks_of_a_failed_load_is_taken_back(space: Space) -> None:
     third.num_computed_tokens = 640
     orders = side.order(make_step(new=[(third, [*blocks[:40], *range(400, 405)])], scheduled={"b": 100, "c": 80}))
     assert orders.wrong_blocks == {blocks[28]}, "what is not computed yet, though its beginning is"
-    side.hear(None, set(orders.wrong_blocks))
+    side.handle_report(None, set(orders.wrong_blocks))
     other.num_computed_tokens, third.num_computed_tokens = 448, 448
     orders = side.order(make_step(scheduled={"b": 272, "c": 272}))
     assert not orders.wrong_blocks, "it is computed in this very step"
@@ -286,7 +286,7 @@ def test_in_async_mode_nobody_has_used_what_failed(space: Space) -> None:
     fill(space, 600)
     side, request, blocks = make_side(space), make_request("a", 700), [*range(100, 144)]
     begin_loading(side, request, blocks, 0)
-    side.hear(StepReport(ended={"a": (1,)}), set(blocks[16:38]))
+    side.handle_report(StepReport(ended={"a": (1,)}), set(blocks[16:38]))
     assert not side.side._spoiled
 
 
@@ -301,7 +301,7 @@ def test_loads_are_counted_as_they_end(space: Space) -> None:
         side.order(make_step())
         if name == "c":
             side.finish(request, [])
-        side.hear(StepReport(ended={name: (num_chunks,)}), set())
+        side.handle_report(StepReport(ended={name: (num_chunks,)}), set())
     stats = side.side.counts.stats()
     assert (stats.num_asked_tokens, stats.num_matched_tokens) == (3 * 699, 3 * 600)
     assert (stats.num_loaded_tokens, stats.num_failed_loads) == (600 + 256, 1)
@@ -315,7 +315,7 @@ def test_an_id_that_is_used_again_is_another_request(space: Space) -> None:
     side.finish(first, [*range(100, 144)])
     second = make_request("a", 300)
     side.add(second)
-    side.hear(StepReport(ended={"a": (2,)}), set())
+    side.handle_report(StepReport(ended={"a": (2,)}), set())
     orders = side.order(make_step(new=[(second, [*range(1, 20)])], scheduled={"a": 300}))
     assert saved(orders) == [("a", 256, 300)], "the pool has the first chunk"
     assert orders.during[0].job.block_ids.tolist() == [*range(1, 20)]
@@ -521,7 +521,7 @@ def test_vllm_is_told_to_ask_again_while_kv_is_fetched(
     (load,) = side.order(make_step()).loads
     assert load.mode == (mode if is_near else "async")
     assert not fetch.is_released
-    side.hear(StepReport(ended={"a": (3,)}), set())
+    side.handle_report(StepReport(ended={"a": (3,)}), set())
     assert fetch.is_released
 
 
@@ -592,7 +592,7 @@ def test_kv_that_is_expected_is_followed_outside_the_batch(space: Space, mode: s
     assert load.wait is not None
     assert 0 < load.wait.wait_s <= 60
     assert [chunk.num_tokens for chunk in load.job.chunks] == [256, 256, 188]
-    side.hear(StepReport(ended={"a": (num_came,)}), set())
+    side.handle_report(StepReport(ended={"a": (num_came,)}), set())
     stats = side.side.counts.stats()
     assert (stats.num_expected, stats.num_followed, stats.num_given_up) == (1, 1, int(num_came < 3))
     assert side.match(request, 256 * num_came) == (0, False), "it is computed from here on"
@@ -630,7 +630,7 @@ def test_a_prompt_is_announced_with_its_steps_and_its_answer_says_so(space: Spac
     ((name, transfer, deadline_s),) = side.order(make_step()).flushes
     assert (name, transfer) == ("a", "0a")
     assert deadline_s > 0
-    side.hear(StepReport(pushed={"a": (700,)}), set())
+    side.handle_report(StepReport(pushed={"a": (700,)}), set())
 
 
 def test_a_prompt_that_is_aborted_is_not_pushed_any_more(space: Space) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from headwater.bench.engine_peers import (
+    EnginePeerError,
     Job,
-    PeerError,
     StaticBatches,
     continuous_batches,
     forward_prompt,
@@ -110,7 +110,7 @@ def bench_cpu(bench: CpuBench, checkpoint: Checkpoint, note: Note) -> dict[str, 
         try:
             note("loading transformers")
             peer = load_transformers(checkpoint.path)
-        except PeerError as error:
+        except EnginePeerError as error:
             peer = None
             report["transformers_reason"] = str(error)
         else:
@@ -213,7 +213,7 @@ def _try_continuous(
         start = time.perf_counter()
         finished = continuous.serve(jobs, give_up_s)
         seconds = time.perf_counter() - start
-    except PeerError as error:
+    except EnginePeerError as error:
         return None, {"transformers_continuous_reason": str(error), "seconds": {}}
     if finished is None:
         reason = f"stopped after {seconds:.0f} s, unfinished: the figure is an upper bound"

@@ -26,7 +26,7 @@ class Job(NamedTuple):
     num_outputs: int
 
 
-class PeerError(HeadwaterError):
+class EnginePeerError(HeadwaterError):
     """The peer could not do it; the message becomes the reason in the report."""
 
 
@@ -42,7 +42,7 @@ def load_transformers(path: Path) -> Any:
                 folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, **options
             )
     except (ImportError, OSError, ValueError) as error:
-        raise PeerError(f"transformers cannot load the model: {error}") from error
+        raise EnginePeerError(f"transformers cannot load the model: {error}") from error
     # No end of sequence in it, unlike in the checkpoint's.
     model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
     return model.eval()
@@ -52,7 +52,7 @@ def _transformers() -> Any:
     try:
         return import_module("transformers")
     except ImportError as error:
-        raise PeerError(f"transformers is not installed ({error})") from error
+        raise EnginePeerError(f"transformers is not installed ({error})") from error
 
 
 class StaticBatches:
@@ -107,10 +107,10 @@ class ContinuousBatches:
             result = self._manager.get_result(timeout=0.5)
             if result is None:
                 if not self._manager.is_running():
-                    raise PeerError("transformers' continuous batching stopped by itself")
+                    raise EnginePeerError("transformers' continuous batching stopped by itself")
                 continue
             if result.error is not None:
-                raise PeerError(f"transformers' continuous batching failed: {result.error}")
+                raise EnginePeerError(f"transformers' continuous batching failed: {result.error}")
             if result.is_finished() and result.request_id in index:
                 answers[index.pop(result.request_id)] = list(result.generated_tokens)
         return answers
@@ -124,7 +124,7 @@ def continuous_batches(model: Any, jobs: Sequence[Job]) -> Iterator[ContinuousBa
     """A running manager with room for all jobs at once. Raises PeerError where this version has none for CPUs."""
     transformers = _transformers()
     if not hasattr(transformers, "ContinuousBatchingConfig"):
-        raise PeerError(f"transformers {transformers.__version__} has no continuous batching as of version 5")
+        raise EnginePeerError(f"transformers {transformers.__version__} has no continuous batching as of version 5")
     pages = sum(-(-(len(job.prompt) + job.num_outputs) // PEER_PAGE_SIZE) + 1 for job in jobs)
     config = transformers.ContinuousBatchingConfig(
         page_size=PEER_PAGE_SIZE,
@@ -137,7 +137,7 @@ def continuous_batches(model: Any, jobs: Sequence[Job]) -> Iterator[ContinuousBa
         manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
         manager.start()
     except Exception as error:  # whatever it is, it is the peer's
-        raise PeerError(f"transformers' continuous batching does not start: {error}") from error
+        raise EnginePeerError(f"transformers' continuous batching does not start: {error}") from error
     try:
         yield ContinuousBatches(manager)
     finally:

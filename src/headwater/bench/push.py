@@ -158,7 +158,7 @@ def _push(stack: contextlib.ExitStack, case: PushCase) -> Timed:
     space = here.space(IDENTITY, case.spec, chunk_tokens=case.chunk_tokens)
     chunks = _fill(space, case)
     senders = [
-        PeerSender(space, shard, server=1, rank=rank, settings=LinkSettings(lanes=case.num_lanes))
+        PeerSender(space, shard, server=1, rank=rank, settings=LinkSettings(connections=case.num_lanes))
         for rank, shard in enumerate(Topology(tp=case.num_ranks).shards(case.spec))
     ]
     for sender in senders:

@@ -37,7 +37,7 @@ from headwater.stores.remote.store import RemoteStore
 from headwater.stores.tiers.copier import COPY_CHUNKS, export_batches
 from headwater.stores.tiers.lower import RemoteTier
 from headwater.stores.url import parse_url
-from headwater.stores.workers import in_lanes
+from headwater.stores.workers import run_in_threads
 
 _OBJECT_BYTES = SPEC.num_kv_heads * SPEC.tile_bytes(CHUNK_TOKENS)
 
@@ -81,7 +81,7 @@ class _OurSide:
             if missing is None:
                 raise StoreError("the remote store did not answer in the middle of the benchmark")
             batches = export_batches(self._front, self._tier, missing)
-            in_lanes((partial(self._put, batch) for batch in batches), self._tier.lanes)
+            run_in_threads((partial(self._put, batch) for batch in batches), self._tier.num_writers)
         seconds = time.perf_counter() - start
         if self._tier.missing([ref.key for ref in self._refs]) != []:
             raise StoreError("the copier lost a chunk in the middle of the benchmark")
@@ -288,7 +288,9 @@ def _mooncake_write(client: Any, library: Any, batches: Sequence[Any]) -> float:
             raise StoreError(f"Mooncake refused an object in the middle of the benchmark: {set(codes)}")
 
     start = time.perf_counter()
-    in_lanes((partial(put, names, values) for names, values, _ in batches), MooncakeClient.lanes)  # as fast as it gets
+    run_in_threads(
+        (partial(put, names, values) for names, values, _ in batches), MooncakeClient.num_writers
+    )  # as fast as it gets
     return time.perf_counter() - start
 
 

@@ -15,7 +15,7 @@ from headwater.bench.measure import Note, machine, stopwatch, take_turns
 from headwater.bench.router_real import RealBench, measure_real
 from headwater.bench.router_sim import NO_CALL, SimServers, Workload, compare
 from headwater.bench.store import Bar
-from headwater.proxy.choice import Candidate, Router
+from headwater.proxy.choice import Router, ServerCandidate
 from headwater.proxy.keys import PromptKeys, TokenScheme
 
 DECISION_TOKENS = 32_768
@@ -79,7 +79,7 @@ def measure_decision(rounds: int) -> dict[str, Any]:
     """Choosing among four servers, hashing included, against the hashing alone; prompts that one of them has."""
     router = Router()
     scheme = TokenScheme(256)
-    servers = [Candidate(f"server {number}", router, scheme=scheme) for number in range(4)]
+    servers = [ServerCandidate(f"server {number}", router, scheme=scheme) for number in range(4)]
     for server in servers:
         server.event_bits = router.bits.take()
     dice = np.random.default_rng(5)

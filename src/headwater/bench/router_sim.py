@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.proxy.calls import CallBody
-from headwater.proxy.choice import Candidate, Choice, Router, Ticket
+from headwater.proxy.choice import Router, RoutingTicket, ServerCandidate, ServerChoice
 from headwater.proxy.keys import PromptKeys, TokenScheme
 
 BLOCK_TOKENS = 256
@@ -82,7 +82,7 @@ class Outcome:
 class _Server:
     """A cache and a queue."""
 
-    def __init__(self, candidate: Candidate, plan: SimServers) -> None:
+    def __init__(self, candidate: ServerCandidate, plan: SimServers) -> None:
         self.candidate = candidate
         self.free_at_s = 0.0
         self.computed_tokens = 0
@@ -109,7 +109,7 @@ class _Server:
         return new, gone
 
 
-Choose = Callable[[Router, PromptKeys, Sequence[Candidate]], Choice]
+Choose = Callable[[Router, PromptKeys, Sequence[ServerCandidate]], ServerChoice]
 
 
 class Simulation:
@@ -127,7 +127,7 @@ class Simulation:
         self._scheme = TokenScheme(BLOCK_TOKENS)
         self._servers = {}
         for number in range(plan.count):
-            candidate = Candidate(f"server {number}", self.router, scheme=self._scheme)
+            candidate = ServerCandidate(f"server {number}", self.router, scheme=self._scheme)
             if delay_s is not None:
                 candidate.event_bits = self.router.bits.take()
             self._servers[candidate] = _Server(candidate, plan)
@@ -175,7 +175,7 @@ class Simulation:
         self.outcome.wait_s.append(server.free_at_s - self.now_s)
         self._at(server.free_at_s, partial(self._answer, tokens, turns_left, ticket))
 
-    def _answer(self, tokens: Tokens, turns_left: int, ticket: Ticket) -> None:
+    def _answer(self, tokens: Tokens, turns_left: int, ticket: RoutingTicket) -> None:
         ticket.begin()
         answer = self._tokens(self._between(self._work.answer_tokens))
         self._after(answer.size / self._plan.decode_tokens_per_s, ticket.end)
@@ -214,17 +214,17 @@ class Simulation:
         heapq.heappush(self._events, (when_s, self._num_events, happen))
 
 
-def by_cost(router: Router, prompt: PromptKeys, servers: Sequence[Candidate]) -> Choice:
+def by_cost(router: Router, prompt: PromptKeys, servers: Sequence[ServerCandidate]) -> ServerChoice:
     """The router's own way."""
     return router.choose(prompt, servers)
 
 
-def in_turns(router: Router, prompt: PromptKeys, servers: Sequence[Candidate]) -> Choice:
+def in_turns(router: Router, prompt: PromptKeys, servers: Sequence[ServerCandidate]) -> ServerChoice:
     """Round robin."""
     return router.round_robin(prompt, servers)
 
 
-def by_first_block(router: Router, prompt: PromptKeys, servers: Sequence[Candidate]) -> Choice:
+def by_first_block(router: Router, prompt: PromptKeys, servers: Sequence[ServerCandidate]) -> ServerChoice:
     """The trap: the hash of the first block names the server."""
     choices = router.costs(prompt, servers)
     keys = prompt.of(servers[0].scheme).keys

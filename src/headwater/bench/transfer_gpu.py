@@ -310,19 +310,19 @@ class _RawPages:
                 second(number, self._stages[0])
             return
         own, copies = torch.cuda.current_stream(), self._copies
-        lanes = (own, copies) if first == self._gather else (copies, own)
+        streams = (own, copies) if first == self._gather else (copies, own)
         free: list[torch.cuda.Event | None] = [None] * len(self._stages)
         for number in range(len(self._layers)):
             at = number % len(self._stages)
-            with torch.cuda.stream(lanes[0]):
+            with torch.cuda.stream(streams[0]):
                 if (event := free[at]) is not None:
-                    lanes[0].wait_event(event)
+                    streams[0].wait_event(event)
                 first(number, self._stages[at])
-                ready = lanes[0].record_event()
-            with torch.cuda.stream(lanes[1]):
-                lanes[1].wait_event(ready)
+                ready = streams[0].record_event()
+            with torch.cuda.stream(streams[1]):
+                streams[1].wait_event(ready)
                 second(number, self._stages[at])
-                free[at] = lanes[1].record_event()
+                free[at] = streams[1].record_event()
 
     def _gather(self, number: int, stage: Tensor) -> None:
         torch.index_select(self._layers[number], 1, self._ids[0], out=stage)

@@ -38,7 +38,7 @@ def show_stats(url: str | None, as_json: bool) -> None:
     if stats.tiers:
         tiers = table("tier", "written", "answers", "events of")
         for tier in stats.tiers:
-            whose = {"fleet": "all hosts", "none": "nobody"}.get(tier.events, "this host")
+            whose = {"fleet": "all hosts", "none": "none"}.get(tier.events, "this host")
             tiers.add_row(tier.url, tier.write, away.get(tier.url, "yes"), whose)
         console().print(tiers)
 

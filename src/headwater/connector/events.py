@@ -43,7 +43,7 @@ class _Saved(NamedTuple):
     since: float
 
 
-class Listener(Protocol):
+class EventListener(Protocol):
     """Whoever wants to know what is saved."""
 
     def saved(self, space: Space, chunks: Sequence[ChunkRef], tokens: Sequence[int], label: str | None) -> None:

@@ -113,7 +113,7 @@ class Fetches:
         try:
             fetch = space.fetch(chunks, deadline_s=self._deadline_s)
         except StoreError as error:
-            log.warning("nothing can be fetched from lower tiers: %s", error)
+            log.warning("a fetch from lower tiers could not start: %s", error)
             return None
         if fetch is None:
             return None

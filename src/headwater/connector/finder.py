@@ -10,13 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headwater.connector.asker import Asker
 from headwater.connector.config import AUTO, ConnectorConfig
 from headwater.connector.fetches import POLL_S, Fetches
+from headwater.connector.lookups import LookupRunner
 from headwater.connector.orders import ASYNC
 from headwater.connector.stats import SchedulerCounts
 from headwater.connector.tracker import Tracked
-from headwater.connector.transfers import Expected, Transfer
+from headwater.connector.transfers import Expected, TransferParams
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import whole_shard
 from headwater.pool.match import Match
@@ -44,7 +44,7 @@ class Finder:
     def __init__(self, lookup_s: float, config: ConnectorConfig, counts: SchedulerCounts) -> None:
         self._config = config
         self._counts = counts
-        self._asker = Asker(lookup_s)
+        self._lookups = LookupRunner(lookup_s)
         # In the other modes a step waits for the load, which must then wait for nobody.
         near_s = FOLLOW_S if config.load_mode in (AUTO, ASYNC) else 0.0
         self._held: dict[str, Tracked] = {}
@@ -56,7 +56,7 @@ class Finder:
         while it is being fetched.
 
         Cost: hashing what is new of the tokens, and a few microseconds a chunk; where the pool's index is not on this
-        host, what `asker` allows at most. Asked again, it looks again, unless a fetch is under way.
+        host, what `connector.lookups` allows at most. Asked again, it looks again, unless a fetch is under way.
         """
         tracked.num_local = tracked.num_explained = num_local
         if not self._config.loads or tracked.inputs is None or not tracked.may_load:
@@ -82,7 +82,7 @@ class Finder:
         # Named again: between two questions of one request, the space may have seen many other tenants.
         if inputs is not None and (inputs.tenant or inputs.adapter):
             space.root(tenant=inputs.tenant, adapter=inputs.adapter)
-        match = self._asker.ask(lambda: space.match(tracked.keys, max_tokens=num_tokens), Match(()))
+        match = self._lookups.run(lambda: space.match(tracked.keys, max_tokens=num_tokens), Match(()))
         tracked.is_fresh = not space.has_lower_tiers
         return match
 
@@ -105,7 +105,7 @@ class Finder:
         return True
 
     # ---- KV that is said to come --------------------------------------------------------------------------------
-    def expect(self, tracked: Tracked, transfer: Transfer) -> None:
+    def expect(self, tracked: Tracked, transfer: TransferParams) -> None:
         """Another server is said to send KV of this prompt: whatever this side would save of it, it may expect."""
         limit = tracked.saves.limit(tracked.num_prompt, ends=False)
         tracked.expected = Expected(transfer, tuple(tracked.saves.chunks(tracked.keys, limit)))
@@ -143,7 +143,7 @@ class Finder:
         chunk = next((c for c in expected.chunks if c.first_token + c.num_tokens > match.num_tokens), None)
         if chunk is None:
             return False
-        return self._asker.ask(lambda: space.arrived([chunk], whole_shard(space.spec))[0].is_announced, False)
+        return self._lookups.run(lambda: space.arrived([chunk], whole_shard(space.spec))[0].is_announced, False)
 
     def _follow(self, tracked: Tracked, match: Match, here: tuple[ChunkRef, ...]) -> LoadPlan | None:
         """A load that follows what comes, once something does; None until then."""
@@ -211,7 +211,7 @@ class Finder:
         """Keep what is to be loaded from eviction."""
         space, match = tracked.space, Match(tracked.wanted)
         tracked.is_leased, tracked.is_fresh = True, False
-        self._asker.ask(lambda: space.lease(match, tracked.request_id), None)
+        self._lookups.run(lambda: space.lease(match, tracked.request_id), None)
 
     def release(self, tracked: Tracked) -> None:
         """End the request's lease and fetch. Idempotent."""
@@ -219,7 +219,7 @@ class Finder:
         if tracked.is_leased:
             tracked.is_leased = False
             space, request_id = tracked.space, tracked.request_id
-            self._asker.tell(lambda: space.release(request_id))
+            self._lookups.post(lambda: space.release(request_id))
 
     def exist(self, tracked: Tracked, chunks: Sequence[ChunkRef]) -> list[bool]:
         """Whether each chunk is in the first tier; none where the pool cannot be asked. What was found a moment ago,
@@ -227,7 +227,7 @@ class Finder:
         match = tracked.match if tracked.is_fresh else None
         found = {chunk.key for chunk in match.chunks} if match is not None else set()
         rest = [chunk for chunk in chunks if chunk.key not in found]
-        answers = iter(self._asker.ask(lambda: tracked.space.exists(rest), [False] * len(rest)) if rest else ())
+        answers = iter(self._lookups.run(lambda: tracked.space.exists(rest), [False] * len(rest)) if rest else ())
         return [chunk.key in found or next(answers) for chunk in chunks]
 
 

@@ -28,14 +28,14 @@ class JobGroup(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class TransferJob:
     """What is moved for one request: one entry per group of layers, and today there is one group."""
 
     request_id: str
     groups: tuple[JobGroup, ...]
 
     @classmethod
-    def of(cls, request_id: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> Job:
+    def of(cls, request_id: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> TransferJob:
         """The job of a model whose layers form one group."""
         return cls(request_id, (JobGroup(tuple(chunks), block_ids),))
 
@@ -54,7 +54,7 @@ class Job:
 class SaveOrder:
     """Chunks to save, and whose they are."""
 
-    job: Job
+    job: TransferJob
     tenant: bytes = b""
     adapter: bytes = b""
 
@@ -63,7 +63,7 @@ class SaveOrder:
 class LoadOrder:
     """Chunks to load. The KV of the first `num_local` tokens is there already."""
 
-    job: Job
+    job: TransferJob
     num_local: int = 0
     tenant: bytes = b""
     adapter: bytes = b""

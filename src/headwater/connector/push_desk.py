@@ -47,7 +47,7 @@ class PushDesk:
             try:
                 sender.push(order.transfer, order.peer, order.chunks)
             except HeadwaterError as error:
-                log.warning("a prompt is not pushed: %s", error)
+                log.warning("a prompt was not pushed: %s", error)
 
     def flush(self, order: FlushOrder) -> None:
         """Tell when the rest of a transfer is with its peer, or dropped."""
@@ -103,7 +103,7 @@ class PushDesk:
                 self._sender = self._make_sender()
             except HeadwaterError as error:
                 self._is_broken = True
-                log.warning("nothing can be pushed from here: %s", error)
+                log.warning("pushes from this rank are off: %s", error)
         return self._sender
 
     def _wake(self) -> None:
@@ -131,7 +131,7 @@ class PushDesk:
                 return
             num_tokens = sender.end(order.transfer)
         except Exception:
-            log.exception("the end of a push failed")
+            log.exception("finishing a push failed")
             num_tokens = 0
         with self._changed:
             is_waited_for = self._flushes.pop(order.request_id, None) is not None

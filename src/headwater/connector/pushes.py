@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from headwater.connector.orders import FlushOrder, PushOrder, StepReport
 from headwater.connector.tracker import Tracked
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import ChunkRef
 from headwater.peers.sender import transfer_name
@@ -25,7 +25,7 @@ FLUSH_S = 5.0
 @dataclass(eq=False)
 class _Push:
     tracked: Tracked
-    transfer: Transfer
+    transfer: TransferParams
     name: str
     limit: int
     """Tokens of the prompt that are worth sending."""
@@ -44,7 +44,7 @@ class Pushes:
         self._ranks: dict[str, tuple[str, list[int]]] = {}
         """By request whose flush is under way: its transfer, and what ranks have said."""
 
-    def begin(self, tracked: Tracked, transfer: Transfer) -> None:
+    def begin(self, tracked: Tracked, transfer: TransferParams) -> None:
         """A request's prompt is to be sent to `transfer.push_to`, too."""
         self.stop(tracked.request_id)  # its id is used again
         names = {push.name for push in self._pushes.values()}
@@ -97,7 +97,7 @@ class Pushes:
         self._orders, self._flushes = [], []
         return taken
 
-    def hear(self, report: StepReport) -> Iterable[tuple[str, int]]:
+    def handle_report(self, report: StepReport) -> Iterable[tuple[str, int]]:
         """Flushes that are over on all ranks: the request, and how many of its tokens are with the peer."""
         for request_id, counts in report.pushed.items():
             if request_id in self._ranks:

@@ -14,15 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from headwater.connector.config import AUTO, ConnectorConfig
-from headwater.connector.events import Listener, NoListener
+from headwater.connector.events import EventListener, NoListener
 from headwater.connector.finder import Finder, LoadPlan
-from headwater.connector.orders import ASYNC, LAYERWISE, Job, LoadOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.orders import ASYNC, LAYERWISE, LoadOrder, SaveOrder, StepOrders, StepReport, TransferJob
 from headwater.connector.origins import Origins
 from headwater.connector.pushes import Pushes
 from headwater.connector.spoiled import Spoiled
 from headwater.connector.stats import SchedulerCounts, TransferStats
 from headwater.connector.tracker import BlockIds, Inputs, LostChunks, SaveProgress, Scheduled, Tracked
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.connector.uncertain import Uncertain, followers
 from headwater.errors import HeadwaterError
 from headwater.pool.space import Space
@@ -65,7 +65,7 @@ class SchedulerSide:
         block_size: int,
         num_ranks: int,
         dummy_block: int,
-        listener: Listener | None = None,
+        listener: EventListener | None = None,
         log: logging.Logger | None = None,
     ) -> None:
         """`dummy_block` may be written by any load: it takes what must not go into shared blocks."""
@@ -74,7 +74,7 @@ class SchedulerSide:
         self._block_size = block_size
         self._num_ranks = num_ranks
         self._dummy_block = dummy_block
-        self._listener: Listener = listener or NoListener()
+        self._listener: EventListener = listener or NoListener()
         self._log = log or logging.getLogger(__name__)
         self.counts = SchedulerCounts()
         self.loads_in_step = True
@@ -111,7 +111,7 @@ class SchedulerSide:
         inputs: Inputs | None = Inputs(),  # noqa: B008
         *,
         label: str | None = None,
-        transfer: Transfer | None = None,
+        transfer: TransferParams | None = None,
     ) -> None:
         """A new request. Hashes its prompt. Without `inputs` it is served without the pool."""
         inputs = inputs if self._is_clean else None
@@ -205,7 +205,7 @@ class SchedulerSide:
         targets[num_shared : len(block_ids)] = block_ids[num_shared:]
         end = tracked.wanted[-1].first_token + tracked.wanted[-1].num_tokens
         tenant, adapter, _ = tracked.inputs
-        job = Job.of(request_id, tracked.wanted, targets)
+        job = TransferJob.of(request_id, tracked.wanted, targets)
         tracked.load = LoadOrder(job, tracked.num_local, tenant, adapter, tracked.mode, tracked.wait)
         if tracked.mode != ASYNC:
             self._uncertain.begin(request_id, block_ids[num_shared:])
@@ -317,9 +317,9 @@ class SchedulerSide:
             if (tracked := self._tracked.get(order.job.request_id)) is not None:
                 tracked.saves.lower(order.job.chunks[0].first_token)
 
-    def hear(self, report: StepReport | None, invalid_blocks: Iterable[int] = ()) -> list[LoadEnd]:
-        """What the workers said after a step, and which blocks the engine was told not to use; loads that have ended on
-        all ranks."""
+    def handle_report(self, report: StepReport | None, invalid_blocks: Iterable[int] = ()) -> list[LoadEnd]:
+        """Take the workers' report of a step, and the blocks that the engine was told not to use. Returns the loads
+        that have ended on all ranks."""
         invalid, report = set(invalid_blocks), report or StepReport()
         for request_id in report.ended:
             tracked = self._former.get(request_id) or self._tracked.get(request_id)
@@ -404,7 +404,7 @@ class SchedulerSide:
         self._listener.saved(tracked.space, chunks, tracked.tokens, tracked.label)
         block_ids = np.array(tracked.block_ids, np.int32)
         tenant, adapter, _ = tracked.inputs
-        return [SaveOrder(Job.of(tracked.request_id, chunks, block_ids), tenant, adapter)]
+        return [SaveOrder(TransferJob.of(tracked.request_id, chunks, block_ids), tenant, adapter)]
 
     def _may_save(self, tracked: Tracked) -> bool:
         return self._config.saves and tracked.inputs is not None and not tracked.is_foreign
@@ -417,7 +417,7 @@ class SchedulerSide:
     def _save_last(self, tracked: Tracked, num_computed: int, block_ids: BlockIds) -> None:
         """Order all that is left of a request that loses its blocks."""
         tracked.block_ids = block_ids
-        if not tracked.saves.is_given_up:
+        if not tracked.saves.is_aborted:
             self._before += self._save(tracked, num_computed, ends=True)
 
     def _save_held(self) -> None:
@@ -478,7 +478,7 @@ class SchedulerSide:
         """The end of a request that is not tracked any more."""
         self._finder.release(tracked)
         saves = tracked.saves
-        if saves.is_given_up:
+        if saves.is_aborted:
             num_tokens = self._num_to_save(tracked, tracked.num_most)
             self._lost.add(saves.num_lost(saves.limit(num_tokens, ends=True)))
         elif saves.num_saved:

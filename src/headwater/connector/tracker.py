@@ -82,13 +82,13 @@ class SaveProgress:
         """Chunks before `num_saved` may be missing too: another request, or another server, was to save them."""
 
     @property
-    def is_given_up(self) -> bool:
+    def is_aborted(self) -> bool:
         """Whether chunks were dropped once too often: nothing behind them is of use."""
         return self._num_drops > RETRIES
 
     def is_due(self, num_tokens: int, step: int) -> bool:
         """Whether there may be something to save, now that so many tokens are computed. Cheap: asked in every step."""
-        return num_tokens >= self._next and step >= self._held_until and not self.is_given_up
+        return num_tokens >= self._next and step >= self._held_until and not self.is_aborted
 
     def limit(self, num_tokens: int, *, ends: bool) -> int:
         """How far to save a request of which so many tokens are computed: whole chunks, or its prompt with a tail that

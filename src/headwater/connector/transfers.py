@@ -23,7 +23,7 @@ MAX_TEXT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
+class TransferParams:
     """What our key holds."""
 
     id: str = ""
@@ -41,7 +41,7 @@ class Transfer:
         return bool(self.id) and not self.push_to and self.wait_s > 0
 
 
-def parse_transfer(params: object) -> Transfer | None:
+def parse_transfer(params: object) -> TransferParams | None:
     """Read a request's `kv_transfer_params`; None where it has nothing for us. Keys that are not known are ignored;
     values of a wrong type raise InvalidArgumentError, which names them."""
     if params is None:
@@ -60,7 +60,7 @@ def parse_transfer(params: object) -> Transfer | None:
             parse_address(push_to)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{where}.push_to: {error}") from None
-    return Transfer(
+    return TransferParams(
         id=_text(ours, "transfer", where),
         push_to=push_to,
         wait_s=_seconds(ours, "wait_s", where, DEFAULT_WAIT_S),
@@ -91,7 +91,7 @@ def _seconds(fields: Mapping[Any, Any], name: str, where: str, default: float) -
 class Expected:
     """KV that one request expects."""
 
-    transfer: Transfer
+    transfer: TransferParams
     chunks: tuple[ChunkRef, ...]
     """All that may come: the prompt's chunks, and its tail if that is worth it."""
     asked_s: float = field(default_factory=time.monotonic)

@@ -15,13 +15,13 @@ import numpy.typing as npt
 from headwater.connector.orders import (
     ORDER_MODES,
     FlushOrder,
-    Job,
     JobGroup,
     LoadOrder,
     PushOrder,
     SaveOrder,
     StepOrders,
     StepReport,
+    TransferJob,
 )
 from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import KEY_BYTES, ChunkRef
@@ -104,7 +104,7 @@ def _number(value: Any) -> int:
     """A position or a count. Raises ValueError for one that cannot be."""
     number = int(value)
     if not 0 <= number <= MAX_TOKENS:
-        raise ValueError(f"a number of {number}")
+        raise ValueError(f"{number} is out of range; expected 0 to {MAX_TOKENS}")
     return number
 
 
@@ -112,7 +112,7 @@ def _seconds(value: Any) -> float:
     """A duration. Raises ValueError for one that cannot be."""
     seconds = float(value)
     if not 0.0 <= seconds <= MAX_SECONDS:
-        raise ValueError(f"a duration of {seconds} s")
+        raise ValueError(f"a duration of {seconds} s is out of range; expected 0 to {MAX_SECONDS} s")
     return seconds
 
 
@@ -155,9 +155,9 @@ class _Reader:
     def __init__(self, keys: Any, sizes: Any, block_ids: Any, wrong_blocks: Any) -> None:
         for array in (keys, sizes, block_ids, wrong_blocks):
             if array.ndim != 1 or array.dtype.kind != "i":
-                raise ValueError(f"an array of {array.dtype} in {array.ndim} dimensions")
+                raise ValueError(f"got an array of {array.dtype} in {array.ndim} dimensions; expected integers in one")
         if len(sizes) > MAX_CHUNKS or len(keys) != len(sizes) * WORDS_PER_KEY:
-            raise ValueError(f"{len(sizes)} chunks with {len(keys)} words of keys")
+            raise ValueError(f"{len(sizes)} chunks came with {len(keys)} words of keys")
         self._keys = keys.astype("<i8").tobytes()
         self._sizes = sizes.tolist()
         self._block_ids = block_ids
@@ -175,7 +175,7 @@ class _Reader:
                 bytes.fromhex(fields["adapter"]),
             )
             if mode not in ORDER_MODES:
-                raise ValueError(f"a load of mode {mode!r}")
+                raise ValueError(f"unknown load mode {mode!r}")
             wait = None if fields["wait"] is None else Wait(*map(_seconds, fields["wait"]))
             yield LoadOrder(self._job(fields), _number(fields["num_local"]), tenant, adapter, mode, wait)
 
@@ -186,13 +186,13 @@ class _Reader:
 
     def check_end(self) -> None:
         if self._num_chunks != len(self._sizes) or self._num_blocks != len(self._block_ids):
-            raise ValueError("chunks or blocks that belong to no job")
+            raise ValueError("some chunks or blocks belong to no job")
 
-    def _job(self, fields: dict[str, Any]) -> Job:
+    def _job(self, fields: dict[str, Any]) -> TransferJob:
         groups = tuple(self._group(*group) for group in fields["groups"])
         if not groups:
-            raise ValueError("a job without groups")
-        return Job(str(fields["request_id"]), groups)
+            raise ValueError("a job has no groups")
+        return TransferJob(str(fields["request_id"]), groups)
 
     def _group(
         self, root: str, parent: str, number: int, first_token: int, num_chunks: int, num_blocks: int
@@ -201,13 +201,13 @@ class _Reader:
         at, end = self._num_chunks, self._num_chunks + _number(num_chunks)
         blocks_end = self._num_blocks + _number(num_blocks)
         if not at < end <= len(self._sizes) or not self._num_blocks <= blocks_end <= len(self._block_ids):
-            raise ValueError(f"a group of {num_chunks} chunks and {num_blocks} blocks")
+            raise ValueError(f"a group has {num_chunks} chunks and {num_blocks} blocks, more than were sent")
         if len(root_key) != KEY_BYTES or len(key) != KEY_BYTES:
-            raise ValueError("a group that begins nowhere")
+            raise ValueError(f"a group's root and parent must be keys of {KEY_BYTES} bytes")
         chunks = []
         for i, num_tokens in enumerate(self._sizes[at:end]):
             if num_tokens < 1:
-                raise ValueError(f"a chunk of {num_tokens} tokens")
+                raise ValueError(f"a chunk has {num_tokens} tokens; expected at least 1")
             own = self._keys[(at + i) * KEY_BYTES : (at + i + 1) * KEY_BYTES]
             chunks.append(ChunkRef(own, key, number + i, token, num_tokens, root_key))
             key, token = own, token + num_tokens

@@ -18,7 +18,16 @@ import numpy.typing as npt
 from headwater.connector.arrivals import Arrivals, OnEnd
 from headwater.connector.clock import PROCESS_THREADS, timed
 from headwater.connector.config import ConnectorConfig
-from headwater.connector.orders import BLOCKING, LAYERWISE, Job, LoadOrder, PushOrder, SaveOrder, StepOrders, StepReport
+from headwater.connector.orders import (
+    BLOCKING,
+    LAYERWISE,
+    LoadOrder,
+    PushOrder,
+    SaveOrder,
+    StepOrders,
+    StepReport,
+    TransferJob,
+)
 from headwater.connector.push_desk import OnPushed, PushDesk
 from headwater.connector.staging import ring_bytes
 from headwater.connector.stats import TRANSFER_BUCKETS_S, Durations, Times, TransferStats
@@ -30,7 +39,7 @@ from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.transfer.load import Loader
 from headwater.transfer.save import Saver
-from headwater.transfer.save_job import Wanted
+from headwater.transfer.save_job import SaveRequest
 from headwater.transfer.view import PagedView
 
 log = logging.getLogger(__name__)
@@ -137,7 +146,7 @@ class WorkerSide:
         if orders.pushes:
             self._push(orders.pushes)  # before their saves: these are told what is awaited
         if orders.before:
-            self._saver.save_all([Wanted(*self._unpack(order.job)) for order in orders.before])
+            self._saver.save_all([SaveRequest(*self._unpack(order.job)) for order in orders.before])
         for order in orders.during:
             self._saver.begin(*self._unpack(order.job))
         if orders.flushes:
@@ -226,7 +235,9 @@ class WorkerSide:
         if self._arrivals.has(LAYERWISE):
             if not self._loader.finish_layers() and not self._is_silent:
                 self._is_silent = True
-                log.warning("steps do not announce all layers; from now on they wait for all KV before they compute")
+                log.warning(
+                    "the engine does not announce all layers; from now on each step waits for its KV before it computes"
+                )
             self._arrivals.wait(LAYERWISE)
 
     def discard(self, orders: StepOrders | None = None) -> None:
@@ -320,10 +331,10 @@ class WorkerSide:
         """Chunks are stored under a root that this process must know."""
         self._space.root(tenant=order.tenant, adapter=order.adapter)
 
-    def _unpack(self, job: Job) -> Wanted:
+    def _unpack(self, job: TransferJob) -> SaveRequest:
         """The job in blocks of the view, where those are smaller than the engine's."""
         if self._ratio == 1:
-            return Wanted(job.request_id, job.chunks, job.block_ids)
+            return SaveRequest(job.request_id, job.chunks, job.block_ids)
         parts = np.arange(self._ratio, dtype=np.int32)
         ids: npt.NDArray[np.int32] = (job.block_ids[:, None] * self._ratio + parts).ravel()
-        return Wanted(job.request_id, job.chunks, ids)
+        return SaveRequest(job.request_id, job.chunks, ids)

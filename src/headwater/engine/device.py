@@ -12,7 +12,7 @@ from headwater.errors import EngineConfigError
 DEFAULT_MEMORY_RATIO = {"cuda": 0.9, "cpu": 0.3}
 
 
-class Placement(NamedTuple):
+class DevicePlacement(NamedTuple):
     """Where rank 0 runs, and how."""
 
     device: torch.device
@@ -22,7 +22,7 @@ class Placement(NamedTuple):
     reason: str
 
 
-def choose_placement(config: EngineConfig) -> Placement:
+def choose_placement(config: EngineConfig) -> DevicePlacement:
     """Resolve "auto". Raises EngineConfigError where what was asked for is not there."""
     device, why_device = _choose_device(config)
     dtype, why_dtype = config.dtype, "as asked"
@@ -31,7 +31,7 @@ def choose_placement(config: EngineConfig) -> Placement:
         why_dtype = "the default on a GPU" if device.type == "cuda" else "the fast and exact choice on a CPU"
     ratio = config.memory_ratio if config.memory_ratio is not None else DEFAULT_MEMORY_RATIO[device.type]
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
-    return Placement(device, dtype, ratio, overlap, f"{device.type} ({why_device}), {dtype} ({why_dtype})")
+    return DevicePlacement(device, dtype, ratio, overlap, f"{device.type} ({why_device}), {dtype} ({why_dtype})")
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:

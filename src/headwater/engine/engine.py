@@ -18,13 +18,13 @@ from torch import Tensor
 
 from headwater.connector.pushes import FLUSH_S
 from headwater.connector.stats import TransferStats
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.batch import make_step_input
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import choose_placement, device_kind
 from headwater.engine.executor import BaseExecutor, Executor, Pending
 from headwater.engine.identity import engine_identity
-from headwater.engine.link import Link, NoPool, PoolLink
+from headwater.engine.link import EngineLink, NoPool, PoolLink
 from headwater.engine.pages import PagePool
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from headwater.engine.prefix import create_prefix_cache
@@ -96,7 +96,7 @@ class Engine:
         *,
         checkpoint: Checkpoint | None = None,
         executor: BaseExecutor | None = None,
-        link: Link | None = None,
+        link: EngineLink | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.checkpoint = checkpoint or open_checkpoint(config.model, config.load_format)
@@ -140,7 +140,7 @@ class Engine:
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
-        transfer: Transfer | None = None,
+        transfer: TransferParams | None = None,
     ) -> None:
         """Queue a request. It uses, and leaves behind, KV of its salt alone; a `transfer` says that another server
         sends KV of its prompt. Raises RequestError for what can never be served, and then nothing has changed."""
@@ -187,7 +187,7 @@ class Engine:
         Without overlap the step is read at once. An output comes at most once per request and call.
         """
         outputs, self._aborted = self._aborted, []
-        self._hear()
+        self._handle_report()
         if not self._may_overlap():
             outputs += self._land()
         step = self._scheduler.schedule()
@@ -267,7 +267,7 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _connect(self) -> Link:
+    def _connect(self) -> EngineLink:
         """Join the pool, if one is wanted, and if the files that all ranks have loaded are still those that there
         were before: otherwise nobody knows the name of what runs."""
         connector = self.config.connector
@@ -291,9 +291,9 @@ class Engine:
             dummy_page=self.plan.num_pages,
         )
 
-    def _hear(self) -> bool:
+    def _handle_report(self) -> bool:
         """Let requests go on whose KV has come from the pool; whether there were any."""
-        ends = self._link.hear(self._executor.take_report())
+        ends = self._link.handle_report(self._executor.take_report())
         for arrival, num_tokens in ends:
             waiting = (*self._scheduler.running, *self._scheduler.abandoned)
             self._scheduler.loaded(next(r for r in waiting if r.arrival == arrival), num_tokens)
@@ -304,7 +304,9 @@ class Engine:
         num_fetching, deadline = self._link.num_fetching, time.monotonic() + LOAD_WAIT_S
         num_flushing = self._num_flushing
         while num_fetching or self._link.is_loading or num_flushing:
-            has_news = self._hear() or self._link.num_fetching != num_fetching or self._num_flushing != num_flushing
+            has_news = (
+                self._handle_report() or self._link.num_fetching != num_fetching or self._num_flushing != num_flushing
+            )
             if has_news or time.monotonic() >= deadline:
                 return
             time.sleep(LOAD_POLL_S)
@@ -361,7 +363,7 @@ class Engine:
         sampled = pending.wait()
         while step.is_loading:  # computed with KV that came meanwhile: was it right?
             self._executor.check_alive()
-            if not self._hear():
+            if not self._handle_report():
                 time.sleep(LOAD_POLL_S)
         logprobs = unpack_logprobs(sampling, requests, sampled)
         outputs = []

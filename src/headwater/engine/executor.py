@@ -15,7 +15,7 @@ from headwater.connector.staging import staging_bytes
 from headwater.connector.stats import TransferStats
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
-from headwater.engine.device import Placement
+from headwater.engine.device import DevicePlacement
 from headwater.engine.ranks import RankGroup, set_num_threads
 from headwater.engine.runner import Progress, Runner
 from headwater.engine.sampler import Sampled, SamplingBatch, sample
@@ -99,7 +99,7 @@ class Executor:
     """All ranks of one engine, from rank 0. Construction loads the model everywhere and sizes the KV cache."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: EngineConfig, placement: Placement, progress: Progress | None = None
+        self, checkpoint: Checkpoint, config: EngineConfig, placement: DevicePlacement, progress: Progress | None = None
     ) -> None:
         set_num_threads(config, placement)
         self._pool: Pool | None = None
@@ -220,7 +220,7 @@ class Executor:
             self._pool.close()
         self._ranks.close()
 
-    def _allocate(self, checkpoint: Checkpoint, config: EngineConfig, placement: Placement) -> PagePlan:
+    def _allocate(self, checkpoint: Checkpoint, config: EngineConfig, placement: DevicePlacement) -> PagePlan:
         plan = plan_pages(
             [self._runner.report, *self._ranks.reports()],
             page_bytes=self._runner.page_bytes,

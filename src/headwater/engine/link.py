@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headwater.pool.space import Space
 
 
-class LoadEnd(NamedTuple):
+class RequestLoadEnd(NamedTuple):
     """A load is over: the request with that arrival has the KV of its first `num_tokens` tokens."""
 
     arrival: int
@@ -35,7 +35,7 @@ class PushEnd(NamedTuple):
     num_tokens: int
 
 
-class Link(Protocol):
+class EngineLink(Protocol):
     """What the scheduler and the engine ask for. All of it is cheap: what takes long happens elsewhere."""
 
     @property
@@ -57,7 +57,7 @@ class Link(Protocol):
         ...
 
     def start_load(self, request: Request) -> None:
-        """Load what was matched last into the request's pages; a `LoadEnd` follows."""
+        """Load what was matched last into the request's pages; a `RequestLoadEnd` follows."""
         ...
 
     def release(self, request: Request) -> None:
@@ -88,7 +88,7 @@ class Link(Protocol):
         """The step was not computed."""
         ...
 
-    def hear(self, report: StepReport) -> list[LoadEnd]:
+    def handle_report(self, report: StepReport) -> list[RequestLoadEnd]:
         """What the ranks said; the loads that have ended on all of them."""
         ...
 
@@ -138,7 +138,7 @@ class NoPool:
     def step_failed(self, orders: StepOrders) -> None:
         """Nothing to do."""
 
-    def hear(self, report: StepReport) -> list[LoadEnd]:
+    def handle_report(self, report: StepReport) -> list[RequestLoadEnd]:
         """Nothing is told."""
         return []
 
@@ -164,7 +164,7 @@ class PoolLink:
 
     @property
     def num_fetching(self) -> int:
-        """See `Link`."""
+        """See `EngineLink`."""
         return self._side.num_fetching
 
     def add(self, request: Request) -> None:
@@ -192,17 +192,17 @@ class PoolLink:
             self._flushing.add(request.arrival)
 
     def is_flushing(self, request: Request) -> bool:
-        """See `Link`."""
+        """See `EngineLink`."""
         return request.arrival in self._flushing
 
     def stop_push(self, request: Request) -> None:
-        """See `Link`."""
+        """See `EngineLink`."""
         if request.arrival in self._flushing:
             self._flushing.remove(request.arrival)
             self._side.pushes.stop(str(request.arrival))
 
     def take_pushed(self) -> list[PushEnd]:
-        """See `Link`."""
+        """See `EngineLink`."""
         pushed, self._pushed = self._pushed, []
         return pushed
 
@@ -220,12 +220,12 @@ class PoolLink:
         """Order its saves again with a later step."""
         self._side.step_failed(orders)
 
-    def hear(self, report: StepReport) -> list[LoadEnd]:
+    def handle_report(self, report: StepReport) -> list[RequestLoadEnd]:
         """The shortest rank decides how long a load is, and a push."""
-        for name, num_tokens in self._side.pushes.hear(report):
+        for name, num_tokens in self._side.pushes.handle_report(report):
             self._flushing.discard(int(name))
             self._pushed.append(PushEnd(int(name), num_tokens))
-        return [LoadEnd(int(name), num_tokens) for name, num_tokens in self._side.hear(report)]
+        return [RequestLoadEnd(int(name), num_tokens) for name, num_tokens in self._side.handle_report(report)]
 
     def add_to(self, stats: TransferStats) -> TransferStats:
         """Tokens that were looked up and loaded, and how long requests waited."""

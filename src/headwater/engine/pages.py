@@ -39,7 +39,7 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
-            raise EngineError(f"a pool of {num_pages} pages is of no use; expected at least 1")
+            raise EngineError(f"num_pages is {num_pages}; expected at least 1")
         self.num_pages = num_pages
         self._owners: list[Owner] = [FREE] * num_pages
         self._free = [PageId(page) for page in reversed(range(num_pages))]

@@ -29,7 +29,7 @@ from headwater.connector.push_desk import OnPushed
 from headwater.connector.wire import orders_from_wire, orders_to_wire, report_from_wire, report_to_wire
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
-from headwater.engine.device import Placement, choose_placement
+from headwater.engine.device import DevicePlacement, choose_placement
 from headwater.engine.sizing import MemoryReport
 from headwater.engine.wire import Message, receive, send
 from headwater.errors import EngineDeadError, EngineError, HeadwaterError
@@ -54,7 +54,7 @@ NUM_INPUT_ARRAYS = len(StepInput.__slots__)
 class RankGroup:
     """The other ranks, as rank 0 sees them. With one rank there are none, and every method does nothing."""
 
-    def __init__(self, config: EngineConfig, placement: Placement, model: ModelConfig) -> None:
+    def __init__(self, config: EngineConfig, placement: DevicePlacement, model: ModelConfig) -> None:
         """`model` is what rank 0 runs: random weights are made from it on every rank."""
         self._report = StepReport()
         """What the other ranks have said, and nobody has asked for yet."""
@@ -210,7 +210,7 @@ def _open(config: EngineConfig, model: dict[str, Any]) -> Checkpoint:
     return open_checkpoint(config.model, config.load_format)
 
 
-def set_num_threads(config: EngineConfig, placement: Placement) -> None:
+def set_num_threads(config: EngineConfig, placement: DevicePlacement) -> None:
     """Give this rank its part of the cores; on a GPU the host has little to compute."""
     if placement.device.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from headwater.engine.params import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from headwater.connector.transfers import Transfer
+    from headwater.connector.transfers import TransferParams
     from headwater.engine.pages import PageId
     from headwater.engine.prefix.base import Handle
     from headwater.engine.sampler import TokenCounts
@@ -61,7 +61,7 @@ class Request:
         seed: int,
         max_pages: int,
         tenant: bytes = b"",
-        transfer: Transfer | None = None,
+        transfer: TransferParams | None = None,
     ) -> None:
         self.id = request_id
         self.params = params

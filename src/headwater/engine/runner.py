@@ -19,7 +19,7 @@ from headwater.connector.push_desk import OnPushed
 from headwater.connector.worker import WorkerSide
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
-from headwater.engine.device import Placement, rank_device
+from headwater.engine.device import DevicePlacement, rank_device
 from headwater.engine.expert_rows import ExpertCounter
 from headwater.engine.graphs import DecodeGraphs
 from headwater.engine.inputs import resolve_tokens, stage
@@ -54,7 +54,7 @@ class Runner:
         checkpoint: Checkpoint,
         parallel: TensorParallel,
         config: EngineConfig,
-        placement: Placement,
+        placement: DevicePlacement,
         *,
         progress: Progress | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from headwater.connector.orders import ASYNC
-from headwater.engine.link import Link, NoPool
+from headwater.engine.link import EngineLink, NoPool
 from headwater.engine.params import FinishReason
 from headwater.errors import EngineError
 
@@ -69,14 +69,14 @@ class Scheduler:
         page_size: int,
         max_num_seqs: int,
         max_batched_tokens: int,
-        link: Link | None = None,
+        link: EngineLink | None = None,
     ) -> None:
         self._pool = pool
         self._prefix = prefix
         self._page_size = page_size
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
-        self._link: Link = link or NoPool()
+        self._link: EngineLink = link or NoPool()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """Ordered by arrival; some of them may wait for their KV from the pool."""

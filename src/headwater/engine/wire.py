@@ -51,12 +51,12 @@ def receive(sock: socket.socket) -> Message:
         kind, fields = str(header["kind"]), dict(header["fields"])
         shapes = [(_DTYPES[name], tuple(int(n) for n in shape)) for name, shape in header["arrays"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise EngineError(f"a rank sent what is no message: {error}") from error
+        raise EngineError(f"a rank sent a malformed message: {error}") from error
     arrays = []
     for dtype, shape in shapes:
         count = int(np.prod(shape, dtype=np.int64))
         if min(shape, default=0) < 0 or count * dtype.itemsize > MAX_ARRAY_BYTES:
-            raise EngineError(f"a rank sent an array of shape {shape}, which cannot be")
+            raise EngineError(f"a rank sent an array of shape {shape}; at most {MAX_ARRAY_BYTES} bytes are allowed")
         arrays.append(np.frombuffer(_read(sock, count * dtype.itemsize), dtype=dtype).reshape(shape))
     return Message(kind, fields, arrays)
 

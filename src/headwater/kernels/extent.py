@@ -118,7 +118,7 @@ class Spans:
         return fetch(flat, device)
 
 
-class Target(NamedTuple):
+class ExtentTarget(NamedTuple):
     """The extent side of one span: tile (layer, head) lies at `address + layer × layer_stride + head × head_stride`."""
 
     address: int
@@ -136,13 +136,13 @@ class Compact:
     first_layer: int = 0
     """Which of them is the first that is moved."""
 
-    def targets(self, pages: Pages, spans: Spans, num_heads: int) -> list[Target]:
+    def targets(self, pages: Pages, spans: Spans, num_heads: int) -> list[ExtentTarget]:
         """The same, span by span."""
         found = []
         for before, rows in zip(spans.rows_before.tolist(), spans.num_rows.tolist(), strict=True):
             tile = rows * pages.token_bytes
             start = before * pages.token_bytes * self.num_layers + self.first_layer * tile
-            found.append(Target(self.address + start * num_heads, num_heads * tile, tile))
+            found.append(ExtentTarget(self.address + start * num_heads, num_heads * tile, tile))
         return found
 
 
@@ -155,7 +155,7 @@ class Move:
     layers: range
     """Indices into the layers of `pages`."""
     heads: range
-    staged: Compact | Sequence[Target]
+    staged: Compact | Sequence[ExtentTarget]
     device_spans: Tensor | None = None
     """What `spans.upload` returned, where it has been uploaded before."""
     sums: Tensor | None = None
@@ -183,7 +183,7 @@ class Move:
             require(len(self.staged) == num_spans, f"one target for each of {num_spans} spans", given=len(self.staged))
 
     @property
-    def targets(self) -> Sequence[Target]:
+    def targets(self) -> Sequence[ExtentTarget]:
         """The extent side, span by span."""
         if isinstance(self.staged, Compact):
             return self.staged.targets(self.pages, self.spans, len(self.heads))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headwater.kernels.extent import Move, Pages, Spans, Table, Target
+from headwater.kernels.extent import ExtentTarget, Move, Pages, Spans, Table
 
 Array = npt.NDArray[Any]
 
@@ -180,7 +180,7 @@ def _cache_array(pages: Pages, plane: int, layers: range) -> Array:
 
 
 def _extent_array(
-    target: Target, layer: int, shape: tuple[int, ...], rows: int, plane_start: int, dtype: np.dtype[Any]
+    target: ExtentTarget, layer: int, shape: tuple[int, ...], rows: int, plane_start: int, dtype: np.dtype[Any]
 ) -> Array:
     """One plane of one span as [layer, head, row, dim]."""
     width = shape[4]

@@ -105,8 +105,8 @@ def check_unchanged(before: Sequence[FileState] | None, now: Sequence[FileState]
     """Raise WeightsChangedError if one of the files is not in the state that it was in before; None checks nothing."""
     if before is not None and (new := [state for state in now if state not in set(before)]):
         raise WeightsChangedError(
-            f"{new[0].path!r} was replaced or changed while the server started, so the weights that run may be others "
-            "than those that lie there now; restart the server to use the pool"
+            f"{new[0].path!r} was replaced or changed while the server started, so the weights that run may differ "
+            "from the files; restart the server to use the pool"
         )
 
 

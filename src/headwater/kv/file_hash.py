@@ -26,7 +26,7 @@ PIECE_BYTES = 1 << 20  # stays in a core's own cache between read and hash: twic
 MAX_THREADS = 16
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """A part of a file."""
 
     offset: int
@@ -76,16 +76,16 @@ def default_threads() -> int:
     return min(MAX_THREADS, cores)
 
 
-def all_spans(size: int) -> list[Span]:
+def all_spans(size: int) -> list[FileSpan]:
     """The whole file, in parts."""
-    return [Span(offset, min(SPAN_BYTES, size - offset)) for offset in range(0, size, SPAN_BYTES)]
+    return [FileSpan(offset, min(SPAN_BYTES, size - offset)) for offset in range(0, size, SPAN_BYTES)]
 
 
-def sample_spans(size: int) -> list[Span]:
+def sample_spans(size: int) -> list[FileSpan]:
     """First, last, and evenly between them; a file of up to 16 MiB is covered whole."""
     length = min(SAMPLE_BYTES, size)
     count = min(SAMPLES_PER_FILE, -(-size // length))
-    return [Span(i * (size - length) // max(1, count - 1), length) for i in range(count)]
+    return [FileSpan(i * (size - length) // max(1, count - 1), length) for i in range(count)]
 
 
 def changed(path: str) -> WeightsChangedError:
@@ -95,7 +95,9 @@ def changed(path: str) -> WeightsChangedError:
     )
 
 
-def _hash_file(state: FileState, spans: Sequence[Span], stop: threading.Event, report: Callable[[int], None]) -> str:
+def _hash_file(
+    state: FileState, spans: Sequence[FileSpan], stop: threading.Event, report: Callable[[int], None]
+) -> str:
     digest = hashlib.sha256()
     with reading(state.path), open(state.path, "rb", buffering=0) as file:
         info = os.fstat(file.fileno())
@@ -110,7 +112,9 @@ def _hash_file(state: FileState, spans: Sequence[Span], stop: threading.Event, r
     return digest.hexdigest()
 
 
-def _hash_span(handle: int, span: Span, update: Callable[[memoryview], None], path: str, stop: threading.Event) -> None:
+def _hash_span(
+    handle: int, span: FileSpan, update: Callable[[memoryview], None], path: str, stop: threading.Event
+) -> None:
     buffer = memoryview(bytearray(min(PIECE_BYTES, span.length)))
     offset, end = span.offset, span.offset + span.length
     while offset < end:

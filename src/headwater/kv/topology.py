@@ -29,7 +29,10 @@ class Split:
 
     def __post_init__(self) -> None:
         if not 1 <= self.parts <= MAX_RANKS or not 1 <= self.interleave <= MAX_INTERLEAVE:
-            raise TopologyError(f"{self.parts} parts with interleave {self.interleave} cannot be")
+            raise TopologyError(
+                f"parts is {self.parts} and interleave {self.interleave}; "
+                f"expected 1 to {MAX_RANKS} and 1 to {MAX_INTERLEAVE}"
+            )
         if self.parts == 1:
             object.__setattr__(self, "interleave", 1)  # one part is one part, however it is dealt
 

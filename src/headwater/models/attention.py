@@ -7,13 +7,13 @@ from torch import Tensor
 from headwater.kernels.rope import rope_and_store
 from headwater.models.config import ModelConfig
 from headwater.models.context import StepContext
-from headwater.models.layers import FusedLinear, Placement, RMSNorm, RowLinear, Rows, Targets, WidthNorm
+from headwater.models.layers import FusedLinear, FusedRows, ParameterPlacement, RMSNorm, RowLinear, Targets, WidthNorm
 
 
 class GroupedQueryAttention:
     """One layer's attention; writes the step's KV into the cache and reads all of it back through the backend."""
 
-    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, layer: int, place: ParameterPlacement) -> None:
         shape = config.gqa
         heads = place.ranks.tp.heads(config)
         dim = shape.head_dim
@@ -25,7 +25,11 @@ class GroupedQueryAttention:
         part = _scaled(heads.query, dim)
         self.qkv = FusedLinear(
             config.hidden_size,
-            (Rows("q_proj", total, part), Rows("k_proj", total_kv, kv_part), Rows("v_proj", total_kv, kv_part)),
+            (
+                FusedRows("q_proj", total, part),
+                FusedRows("k_proj", total_kv, kv_part),
+                FusedRows("v_proj", total_kv, kv_part),
+            ),
             bias=shape.qkv_bias,
             place=place,
         )
@@ -33,7 +37,7 @@ class GroupedQueryAttention:
         has_norms = shape.qk_norm and not shape.norms_whole_width
         self.q_norm = RMSNorm(dim, config.norm_eps, place) if has_norms else None
         self.k_norm = RMSNorm(dim, config.norm_eps, place) if has_norms else None
-        widths = (Rows("q_norm", total, part), Rows("k_norm", total_kv, kv_part))
+        widths = (FusedRows("q_norm", total, part), FusedRows("k_norm", total_kv, kv_part))
         self.width_norm = WidthNorm(widths, config.norm_eps, place) if shape.norms_whole_width else None
         self._eps = config.norm_eps
 

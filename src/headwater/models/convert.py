@@ -224,7 +224,7 @@ def _check_directory(directory: Path, force: bool) -> None:
     if not os.path.lexists(directory):
         return
     if not directory.is_dir():
-        raise ModelError(f"{str(directory)!r} exists and is no directory")
+        raise ModelError(f"{str(directory)!r} exists and is not a directory")
     if not any(directory.iterdir()):
         return
     if not force:

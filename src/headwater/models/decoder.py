@@ -16,10 +16,10 @@ from headwater.models.attention import GroupedQueryAttention
 from headwater.models.config import ModelConfig
 from headwater.models.context import StepContext
 from headwater.models.latent import LatentAttention
-from headwater.models.layers import Placement, RMSNorm, Targets, VocabEmbedding, VocabHead
+from headwater.models.layers import ParameterPlacement, RMSNorm, Targets, VocabEmbedding, VocabHead
 from headwater.models.moe import count_rows, layer_mlp
 from headwater.models.parallel import ALONE, Ranks
-from headwater.models.weights import Target
+from headwater.models.weights import WeightTarget
 
 
 class Attention(Protocol):
@@ -49,8 +49,8 @@ class MLP(Protocol):
 class Parts(NamedTuple):
     """What a family's layers are made of; both are built from (config, layer number, placement)."""
 
-    attention: Callable[[ModelConfig, int, Placement], Attention]
-    mlp: Callable[[ModelConfig, int, Placement], MLP] = layer_mlp
+    attention: Callable[[ModelConfig, int, ParameterPlacement], Attention]
+    mlp: Callable[[ModelConfig, int, ParameterPlacement], MLP] = layer_mlp
     block: str = "mlp"
     """The name of the MLP in a checkpoint's layers."""
 
@@ -73,7 +73,7 @@ PARTS: dict[str, Parts] = {
 class DecoderLayer:
     """Attention and MLP with the norm before each; the sums between them are made by the norms that follow."""
 
-    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, layer: int, place: ParameterPlacement) -> None:
         parts = PARTS[config.family]
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, place)
         self.attention = parts.attention(config, layer, place)
@@ -92,7 +92,7 @@ class DecoderLayer:
 class Decoder:
     """A model's parameters on one rank, and the two functions that use them."""
 
-    def __init__(self, config: ModelConfig, place: Placement, max_len: int) -> None:
+    def __init__(self, config: ModelConfig, place: ParameterPlacement, max_len: int) -> None:
         self.config = config
         self.ranks = place.ranks
         self.dtype = place.dtype
@@ -133,7 +133,7 @@ class Decoder:
         """
         return self.head(hidden)
 
-    def targets(self) -> dict[str, Target]:
+    def targets(self) -> dict[str, WeightTarget]:
         """Where each tensor of a checkpoint goes, by its Hugging Face name."""
         found = dict(self.embedding.targets("model.embed_tokens"))
         for number, layer in enumerate(self.layers):
@@ -167,4 +167,6 @@ def build_model(
     Raises ModelError or TopologyError where the heads cannot be divided, and ModelError for a `max_len` that the
     rotary embedding does not allow. Costs the memory of this rank's weights, and of the rotary table.
     """
-    return Decoder(config, Placement(ranks, dtype, torch.device(device)), max_len or config.max_position_embeddings)
+    return Decoder(
+        config, ParameterPlacement(ranks, dtype, torch.device(device)), max_len or config.max_position_embeddings
+    )

@@ -21,8 +21,8 @@ from headwater.kernels.attention.base import AttentionBackend, AttentionBatch
 from headwater.kernels.rope import rope_and_store
 from headwater.models.config import MLAConfig, ModelConfig
 from headwater.models.context import StepContext
-from headwater.models.layers import FusedLinear, Placement, RMSNorm, RowLinear, Rows, Targets
-from headwater.models.weights import Target
+from headwater.models.layers import FusedLinear, FusedRows, ParameterPlacement, RMSNorm, RowLinear, Targets
+from headwater.models.weights import WeightTarget
 
 EXPANDED_BYTES = 256 << 20
 """The most memory for the keys and values of one request that exist at once; its heads take turns."""
@@ -31,17 +31,17 @@ EXPANDED_BYTES = 256 << 20
 class LatentAttention:
     """One layer's attention; query heads are divided over the ranks, and every rank holds all latents."""
 
-    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, layer: int, place: ParameterPlacement) -> None:
         shape = config.attention
         if not isinstance(shape, MLAConfig):
             raise ModelError(f"{config.family} models attend over latents; their config describes keys and values")
         heads = place.ranks.tp.heads(config).query
         self._layer, self._shape, self._num_heads = layer, shape, len(heads)
         self._least_expanded = least_expanded(shape)
-        queries = Rows("q_proj", shape.num_heads * shape.qk_dim, _scaled(heads, shape.qk_dim))
-        latents = Rows("kv_a_proj_with_mqa", *_whole(shape.latent_dim + shape.rope_dim))
+        queries = FusedRows("q_proj", shape.num_heads * shape.qk_dim, _scaled(heads, shape.qk_dim))
+        latents = FusedRows("kv_a_proj_with_mqa", *_whole(shape.latent_dim + shape.rope_dim))
         q_latent = shape.q_latent_dim
-        first = queries if q_latent is None else Rows("q_a_proj", *_whole(q_latent))
+        first = queries if q_latent is None else FusedRows("q_a_proj", *_whole(q_latent))
         self.from_input = FusedLinear(config.hidden_size, (first, latents), bias=False, place=place)
         self.q_norm = None if q_latent is None else RMSNorm(q_latent, config.norm_eps, place)
         rows = (queries._replace(name="q_b_proj"),)
@@ -123,7 +123,7 @@ class LatentAttention:
             yield from self.q_b.targets(prefix)
         yield from self.kv_norm.targets(f"{prefix}.kv_a_layernorm")
         width = self._shape.num_heads * (self._shape.nope_dim + self._shape.v_dim)
-        yield f"{prefix}.kv_b_proj.weight", Target(self.kv_b, (width, self._shape.latent_dim), 0, self._kv_rows)
+        yield f"{prefix}.kv_b_proj.weight", WeightTarget(self.kv_b, (width, self._shape.latent_dim), 0, self._kv_rows)
         yield from self.output.targets(f"{prefix}.o_proj")
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from headwater.kernels.norm import add_rms_norm, rms_norm
 from headwater.models.memory import empty
 from headwater.models.parallel import Ranks
-from headwater.models.weights import Target
+from headwater.models.weights import WeightTarget
 
-Targets = Iterator[tuple[str, Target]]
+Targets = Iterator[tuple[str, WeightTarget]]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ParameterPlacement:
     """Where parameters live, and which rank of which groups holds them."""
 
     ranks: Ranks
@@ -52,7 +52,7 @@ class Placement:
         return empty(rows, columns, dtype=self.dtype, device=self.device)
 
 
-class Rows(NamedTuple):
+class FusedRows(NamedTuple):
     """One checkpoint matrix inside a fused one: `part` of its `total` rows."""
 
     name: str
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 class FusedLinear:
     """Several matrices over the same input as one product; each rank holds some rows of each (column-parallel)."""
 
-    def __init__(self, in_features: int, rows: Sequence[Rows], *, bias: bool, place: Placement) -> None:
+    def __init__(self, in_features: int, rows: Sequence[FusedRows], *, bias: bool, place: ParameterPlacement) -> None:
         out_features = sum(len(part) for _, _, part in rows)
         self.weight = place.matrix(out_features, in_features)
         self.bias = place.vector(out_features) if bias else None
@@ -77,16 +77,16 @@ class FusedLinear:
         start = 0
         for name, total, part in self._rows:
             here = slice(start, start + len(part))
-            yield f"{prefix}.{name}.weight", Target(self.weight[here], (total, self.weight.shape[1]), 0, part)
+            yield f"{prefix}.{name}.weight", WeightTarget(self.weight[here], (total, self.weight.shape[1]), 0, part)
             if self.bias is not None:
-                yield f"{prefix}.{name}.bias", Target(self.bias[here], (total,), 0, part)
+                yield f"{prefix}.{name}.bias", WeightTarget(self.bias[here], (total,), 0, part)
             start += len(part)
 
 
 class RowLinear:
     """A matrix whose input is divided over the ranks, and whose output is their sum."""
 
-    def __init__(self, total_in: int, part: range, out_features: int, *, bias: bool, place: Placement) -> None:
+    def __init__(self, total_in: int, part: range, out_features: int, *, bias: bool, place: ParameterPlacement) -> None:
         self.weight = place.matrix(out_features, len(part))
         self.bias = place.vector(out_features) if bias else None
         self._total_in = total_in
@@ -105,15 +105,15 @@ class RowLinear:
     def targets(self, prefix: str) -> Targets:
         """Some columns of the matrix, and all of the bias."""
         out_features = self.weight.shape[0]
-        yield f"{prefix}.weight", Target(self.weight, (out_features, self._total_in), 1, self._part)
+        yield f"{prefix}.weight", WeightTarget(self.weight, (out_features, self._total_in), 1, self._part)
         if self.bias is not None:
-            yield f"{prefix}.bias", Target(self.bias, (out_features,), 0, range(out_features))
+            yield f"{prefix}.bias", WeightTarget(self.bias, (out_features,), 0, range(out_features))
 
 
 class RMSNorm:
     """A norm over the whole width, the same on every rank."""
 
-    def __init__(self, width: int, eps: float, place: Placement) -> None:
+    def __init__(self, width: int, eps: float, place: ParameterPlacement) -> None:
         self.weight = place.vector(width)
         self.eps = eps
 
@@ -126,13 +126,13 @@ class RMSNorm:
 
     def targets(self, prefix: str) -> Targets:
         """One vector."""
-        yield f"{prefix}.weight", Target(self.weight, tuple(self.weight.shape), 0, range(self.weight.shape[0]))
+        yield f"{prefix}.weight", WeightTarget(self.weight, tuple(self.weight.shape), 0, range(self.weight.shape[0]))
 
 
 class WidthNorm:
     """Norms over widths that are divided over the ranks: of queries and of keys, with one sum over the ranks."""
 
-    def __init__(self, rows: Sequence[Rows], eps: float, place: Placement) -> None:
+    def __init__(self, rows: Sequence[FusedRows], eps: float, place: ParameterPlacement) -> None:
         self.weights = [place.vector(len(part)) for _, _, part in rows]
         self.eps = eps
         self._rows = tuple(rows)
@@ -153,13 +153,13 @@ class WidthNorm:
     def targets(self, prefix: str) -> Targets:
         """This rank's part of each vector."""
         for weight, (name, total, part) in zip(self.weights, self._rows, strict=True):
-            yield f"{prefix}.{name}.weight", Target(weight, (total,), 0, part)
+            yield f"{prefix}.{name}.weight", WeightTarget(weight, (total,), 0, part)
 
 
 class VocabEmbedding:
     """Token ids to vectors; each rank holds the rows of some tokens."""
 
-    def __init__(self, vocab_size: int, width: int, place: Placement) -> None:
+    def __init__(self, vocab_size: int, width: int, place: ParameterPlacement) -> None:
         self._tp = place.ranks.tp
         self._vocab_size = vocab_size
         self._part = place.ranks.tp.share(vocab_size)
@@ -176,13 +176,13 @@ class VocabEmbedding:
 
     def targets(self, prefix: str) -> Targets:
         """The rows of this rank's tokens."""
-        yield f"{prefix}.weight", Target(self.weight, (self._vocab_size, self.weight.shape[1]), 0, self._part)
+        yield f"{prefix}.weight", WeightTarget(self.weight, (self._vocab_size, self.weight.shape[1]), 0, self._part)
 
 
 class VocabHead:
     """Vectors to logits over the whole vocabulary, on every rank; `tied` shares the embedding's matrix."""
 
-    def __init__(self, vocab_size: int, width: int, place: Placement, tied: VocabEmbedding | None) -> None:
+    def __init__(self, vocab_size: int, width: int, place: ParameterPlacement, tied: VocabEmbedding | None) -> None:
         self._tp = place.ranks.tp
         self._vocab_size = vocab_size
         self._part = place.ranks.tp.share(vocab_size)
@@ -195,7 +195,7 @@ class VocabHead:
     def targets(self, prefix: str) -> Targets:
         """The rows of this rank's tokens; none where the embedding is loaded already."""
         if not self._is_tied:
-            yield f"{prefix}.weight", Target(self.weight, (self._vocab_size, self.weight.shape[1]), 0, self._part)
+            yield f"{prefix}.weight", WeightTarget(self.weight, (self._vocab_size, self.weight.shape[1]), 0, self._part)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

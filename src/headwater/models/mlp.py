@@ -6,16 +6,16 @@ from torch import Tensor
 
 from headwater.kernels.activation import silu_and_mul
 from headwater.models.config import DenseConfig
-from headwater.models.layers import FusedLinear, Placement, RowLinear, Rows, Targets
+from headwater.models.layers import FusedLinear, FusedRows, ParameterPlacement, RowLinear, Targets
 
 
 class GatedMLP:
     """`down(silu(gate(x)) * up(x))`, its width divided over the ranks."""
 
-    def __init__(self, hidden_size: int, shape: DenseConfig, place: Placement) -> None:
+    def __init__(self, hidden_size: int, shape: DenseConfig, place: ParameterPlacement) -> None:
         width = shape.intermediate_size
         part = place.ranks.tp.share(width)
-        rows = (Rows("gate_proj", width, part), Rows("up_proj", width, part))
+        rows = (FusedRows("gate_proj", width, part), FusedRows("up_proj", width, part))
         self.gate_up = FusedLinear(hidden_size, rows, bias=shape.mlp_bias, place=place)
         self.down = RowLinear(width, part, hidden_size, bias=shape.mlp_bias, place=place)
 

@@ -18,9 +18,9 @@ from headwater.errors import ModelError
 from headwater.kernels.moe import route, run_experts
 from headwater.kernels.moe_reference import ExpertRows
 from headwater.models.config import DenseConfig, ModelConfig, SparseConfig
-from headwater.models.layers import Placement, Targets
+from headwater.models.layers import ParameterPlacement, Targets
 from headwater.models.mlp import GatedMLP
-from headwater.models.weights import Target
+from headwater.models.weights import WeightTarget
 
 
 class ExpertNames(NamedTuple):
@@ -39,7 +39,7 @@ NAMES: dict[str, ExpertNames] = {
 """Families whose names are not the usual ones."""
 
 
-def layer_mlp(config: ModelConfig, layer: int, place: Placement) -> GatedMLP | SparseMLP:
+def layer_mlp(config: ModelConfig, layer: int, place: ParameterPlacement) -> GatedMLP | SparseMLP:
     """The MLP of one layer, dense or sparse."""
     shape = config.mlp_of(layer)
     if isinstance(shape, DenseConfig):
@@ -47,10 +47,10 @@ def layer_mlp(config: ModelConfig, layer: int, place: Placement) -> GatedMLP | S
     return SparseMLP(config.hidden_size, shape, NAMES.get(config.family, ExpertNames()), place)
 
 
-class Router:
+class ExpertRouter:
     """Rows to experts and weights. The product and everything after it are float32: close scores decide."""
 
-    def __init__(self, hidden_size: int, shape: SparseConfig, place: Placement) -> None:
+    def __init__(self, hidden_size: int, shape: SparseConfig, place: ParameterPlacement) -> None:
         wide = replace(place, dtype=torch.float32)
         self.weight = wide.matrix(shape.num_experts, hidden_size)
         self.bias = wide.vector(shape.num_experts) if shape.biased else None
@@ -63,15 +63,15 @@ class Router:
     def targets(self, prefix: str) -> Targets:
         """One matrix, and the bias of the choice."""
         experts, hidden = self.weight.shape
-        yield f"{prefix}.weight", Target(self.weight, (experts, hidden), 0, range(experts))
+        yield f"{prefix}.weight", WeightTarget(self.weight, (experts, hidden), 0, range(experts))
         if self.bias is not None:
-            yield f"{prefix}.e_score_correction_bias", Target(self.bias, (experts,), 0, range(experts))
+            yield f"{prefix}.e_score_correction_bias", WeightTarget(self.bias, (experts,), 0, range(experts))
 
 
 class Experts:
     """The matrices of all experts, each rank holding a part of every expert's width."""
 
-    def __init__(self, hidden_size: int, shape: SparseConfig, names: ExpertNames, place: Placement) -> None:
+    def __init__(self, hidden_size: int, shape: SparseConfig, names: ExpertNames, place: ParameterPlacement) -> None:
         self._width = shape.expert_size
         self._part = place.ranks.tp.share(shape.expert_size)
         self._names = names
@@ -88,17 +88,17 @@ class Experts:
         here, hidden = len(part), self.down.shape[1]
         for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             expert = f"{prefix}.{number}"
-            yield f"{expert}.{names.gate}.weight", Target(gate_up[:here], (width, hidden), 0, part)
-            yield f"{expert}.{names.up}.weight", Target(gate_up[here:], (width, hidden), 0, part)
-            yield f"{expert}.{names.down}.weight", Target(down, (hidden, width), 1, part)
+            yield f"{expert}.{names.gate}.weight", WeightTarget(gate_up[:here], (width, hidden), 0, part)
+            yield f"{expert}.{names.up}.weight", WeightTarget(gate_up[here:], (width, hidden), 0, part)
+            yield f"{expert}.{names.down}.weight", WeightTarget(down, (hidden, width), 1, part)
 
 
 class SparseMLP:
     """Routed experts and, where the family has them, shared ones, which may have a gate of their own."""
 
-    def __init__(self, hidden_size: int, shape: SparseConfig, names: ExpertNames, place: Placement) -> None:
+    def __init__(self, hidden_size: int, shape: SparseConfig, names: ExpertNames, place: ParameterPlacement) -> None:
         _check_widths(shape, place)
-        self.router = Router(hidden_size, shape, place)
+        self.router = ExpertRouter(hidden_size, shape, place)
         self.experts = Experts(hidden_size, shape, names, place)
         shared = DenseConfig(intermediate_size=shape.shared_size) if shape.shared_size else None
         self.shared = GatedMLP(hidden_size, shared, place) if shared is not None else None
@@ -124,7 +124,7 @@ class SparseMLP:
             yield from self.shared.targets(f"{prefix}.{self._shared_name}")
         if self.shared_gate is not None:
             shape = tuple(self.shared_gate.shape)
-            yield f"{prefix}.{self._shared_name}_gate.weight", Target(self.shared_gate, shape, 0, range(1))
+            yield f"{prefix}.{self._shared_name}_gate.weight", WeightTarget(self.shared_gate, shape, 0, range(1))
 
 
 def count_rows(mlps: Iterable[object], num_experts: int, device: torch.device) -> ExpertRows:
@@ -137,7 +137,7 @@ def count_rows(mlps: Iterable[object], num_experts: int, device: torch.device) -
     return ExpertRows(counts, live)
 
 
-def _check_widths(shape: SparseConfig, place: Placement) -> None:
+def _check_widths(shape: SparseConfig, place: ParameterPlacement) -> None:
     """Any width can be divided unevenly, but each rank must have a part of it."""
     width = min(shape.expert_size, shape.shared_size or shape.expert_size)
     if width < place.ranks.tp.size:

@@ -32,7 +32,9 @@ class ParallelGroup:
 
     def __init__(self, rank: int = 0, size: int = 1, group: ProcessGroup | None = None) -> None:
         if size < 1 or not 0 <= rank < size or (size > 1 and group is None):
-            raise ModelError(f"rank {rank} of {size} cannot be; ranks count from 0, and several need a process group")
+            raise ModelError(
+                f"rank is {rank} of {size}; expected 0 to {size - 1}, and a process group for more than one"
+            )
         self.rank = rank
         self.size = size
         self._group = group

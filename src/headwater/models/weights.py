@@ -17,7 +17,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 
-class Target(NamedTuple):
+class WeightTarget(NamedTuple):
     """`destination` takes the `part` of a tensor of `shape`, counted along `dim`."""
 
     destination: Tensor
@@ -60,7 +60,7 @@ class TensorSource(Protocol):
 class HasTargets(Protocol):
     """What `load_weights` needs of a model."""
 
-    def targets(self) -> dict[str, Target]:
+    def targets(self) -> dict[str, WeightTarget]:
         """Every tensor the model needs, by its Hugging Face name."""
         ...
 
@@ -99,7 +99,7 @@ def load_weights(model: HasTargets, source: TensorSource, progress: Progress | N
             progress(done, total)
 
 
-def is_redundant(name: str, targets: dict[str, Target]) -> bool:
+def is_redundant(name: str, targets: dict[str, WeightTarget]) -> bool:
     """Whether a checkpoint may hold this tensor though the model does not need it: tables that can be computed, and
     an output matrix beside embeddings that serve as one."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in targets)

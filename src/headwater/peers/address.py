@@ -27,7 +27,7 @@ def parse_address(text: str) -> PeerAddress:
     elif ":" in host:
         host = ""
     if not colon or not host or len(host) > 255 or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise InvalidArgumentError(f"{text[:300]!r} is no address of a peer; expected HOST:PORT or [IPV6]:PORT")
+        raise InvalidArgumentError(f"{text[:300]!r} is not the address of a peer; expected HOST:PORT or [IPV6]:PORT")
     return PeerAddress(host, int(port))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from headwater.errors import PeerRefusedError
 from headwater.peers.address import PeerAddress, is_loopback
 from headwater.peers.carriers import tcp
-from headwater.peers.hello import NONCE_BYTES, Greeting, Hello, Role, Welcome
+from headwater.peers.hello import NONCE_BYTES, Greeting, Hello, PeerRole, Welcome
 from headwater.peers.wire import Refusal, Type, encode_frame
 
 
@@ -26,7 +26,7 @@ class LinkSettings:
     dead_s: float = 0.25
     """How long a peer is left alone after it failed. One that does not answer costs a deadline each time, so the time
     is doubled with each failure, up to eight times as long."""
-    lanes: int = 1
+    connections: int = 1
     """Connections to a peer, up to 4: groups of layers of 8 MiB and more are divided among them."""
     eager_bytes: int = 8 << 20
     """What is present and no larger than this is sent with its announcement: should the peer have it, little is
@@ -36,29 +36,31 @@ class LinkSettings:
 
 
 @dataclass(frozen=True)
-class Caller:
+class PeerCaller:
     """Who calls, and about which KV."""
 
-    role: Role
+    role: PeerRole
     server: int
     rank: int
     scope: bytes = bytes(32)
     space: bytes = b""
 
     def call(
-        self, address: PeerAddress, session: bytes, settings: LinkSettings, lane: int = 0
+        self, address: PeerAddress, session: bytes, settings: LinkSettings, number: int = 0
     ) -> tuple[tcp.Connection, Welcome]:
         """A connection of a session, ready for requests. Raises PeerError where there is none to be had in time."""
         secret = settings.secret
         if secret is None and not is_loopback(address.host):
-            raise PeerRefusedError(f"{address} is another host, and there is no secret to prove to it", Refusal.SECRET)
+            raise PeerRefusedError(
+                f"{address} is another host, and no secret is configured; give both ends a secret file", Refusal.SECRET
+            )
         connection = tcp.connect(address, settings.connect_s, settings.tls)
         try:
             deadline = time.monotonic() + settings.io_s
             _, greeting = connection.receive(deadline, Type.GREETING)
             Greeting.decode(greeting)
             nonce = secrets.token_bytes(NONCE_BYTES)
-            hello = Hello(self.role, session, self.server, self.rank, lane, nonce, self.scope, self.space)
+            hello = Hello(self.role, session, self.server, self.rank, number, nonce, self.scope, self.space)
             said = hello.encode(greeting, secret)
             connection.send(encode_frame(Type.HELLO, said), deadline)
             _, meta = connection.receive(deadline, Type.WELCOME)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from headwater.errors import ConfigError, DeadlineError, PeerGoneError, PeerTimeoutError, WireError
 from headwater.locks import ForkSafeLock
 from headwater.peers.address import PeerAddress, is_loopback
-from headwater.peers.caller import Caller, LinkSettings
+from headwater.peers.caller import LinkSettings, PeerCaller
 from headwater.peers.carriers.tcp import Connection
-from headwater.peers.hello import Role, read_secret
+from headwater.peers.hello import PeerRole, read_secret
 from headwater.peers.wire import Header, Type, encode_frame
 from headwater.stores.base import SpaceRef
 from headwater.stores.url import StoreUrl
@@ -72,7 +72,7 @@ def client_tls(url: StoreUrl) -> ssl.SSLContext | None:
     return context
 
 
-class Channel:
+class PeerChannel:
     """One connection. After an error it can only be closed."""
 
     def __init__(self, connection: Connection) -> None:
@@ -92,7 +92,7 @@ class Channel:
         self._await_bytes(deadline)
         header, meta = self.connection.receive(deadline)
         if header.type != kind or header.number != self._number:
-            raise WireError(f"a {header.type.name} frame that nobody asked for")
+            raise WireError(f"unexpected {header.type.name} frame")
         return header, meta
 
     def _await_bytes(self, deadline: float) -> None:
@@ -120,12 +120,12 @@ class Channels:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._idle: dict[bytes, list[Channel]] = {}
+        self._idle: dict[bytes, list[PeerChannel]] = {}
         self._free = threading.BoundedSemaphore(self.settings.connections)
         self._free_to_ask = threading.BoundedSemaphore(QUESTIONS)
 
     @contextmanager
-    def use(self, space: SpaceRef | None, deadline: float, *, is_question: bool = False) -> Iterator[Channel]:
+    def use(self, space: SpaceRef | None, deadline: float, *, is_question: bool = False) -> Iterator[PeerChannel]:
         """A connection for requests about a space (None: about none). Raises PeerError where there is none in time.
 
         Questions, whose answers are small, have connections of their own: they do not wait for reads.
@@ -148,7 +148,7 @@ class Channels:
         finally:
             free.release()
 
-    def open(self, space: SpaceRef | None, deadline: float) -> Channel:
+    def open(self, space: SpaceRef | None, deadline: float) -> PeerChannel:
         """A new connection, which is the caller's to close."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
@@ -161,11 +161,11 @@ class Channels:
         )
         server = int.from_bytes(secrets.token_bytes(8), "little") | 1
         scope, described = (bytes(32), b"") if space is None else (space.scope, describe(space))
-        caller = Caller(Role.FOLLOW if space is None else Role.PULL, server, 0, scope, described)
+        caller = PeerCaller(PeerRole.FOLLOW if space is None else PeerRole.PULL, server, 0, scope, described)
         connection, _ = caller.call(self.settings.address, secrets.token_bytes(16), settings)
-        return Channel(connection)
+        return PeerChannel(connection)
 
-    def _take(self, space: SpaceRef | None, deadline: float) -> Channel:
+    def _take(self, space: SpaceRef | None, deadline: float) -> PeerChannel:
         scope, now = b"" if space is None else space.scope, time.monotonic()
         with self._lock:
             idle = self._idle.get(scope, [])
@@ -182,7 +182,7 @@ class Channels:
             channel.close()
         return self.open(space, deadline)
 
-    def _give(self, space: SpaceRef | None, channel: Channel) -> None:
+    def _give(self, space: SpaceRef | None, channel: PeerChannel) -> None:
         channel.used_s = time.monotonic()
         with self._lock:
             if not self._is_closed:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 
 from headwater.errors import PeerError, PeerGoneError, StoreClosedError
-from headwater.peers.channels import Channel, Channels
+from headwater.peers.channels import Channels, PeerChannel
 from headwater.peers.pull_wire import EventPlace, decode_events
 from headwater.peers.wire import Type
 from headwater.stores.events import Event, EventKind, Follower
@@ -39,10 +39,10 @@ class PeerFollower(Follower):
         self._place = EventPlace() if since is None else EventPlace(since)
         self._waiting: deque[Event] = deque()
         self._news = threading.Condition()
-        self._heard_s = time.monotonic()
+        self._last_frame_s = time.monotonic()
         self._reason = "it has not answered yet"
         self._is_closed = False
-        self._channel: Channel | None = None
+        self._channel: PeerChannel | None = None
         self._is_prompt = True
         self._has_begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwater-follow", daemon=True)
@@ -69,9 +69,9 @@ class PeerFollower(Follower):
     def _check(self) -> None:
         if self._is_closed:
             raise StoreClosedError(f"{self._name} was closed")
-        silent_s = time.monotonic() - self._heard_s
+        silent_s = time.monotonic() - self._last_frame_s
         if silent_s > SILENCE_S:
-            raise PeerGoneError(f"{self._name} was not heard for {silent_s:.1f} s: {self._reason}")
+            raise PeerGoneError(f"{self._name} sent nothing for {silent_s:.1f} s: {self._reason}")
 
     def close(self) -> None:
         """Stop. Idempotent."""
@@ -92,13 +92,13 @@ class PeerFollower(Follower):
                 self._connect()
                 pause_s = _FIRST_PAUSE_S
                 while not self._is_closed:
-                    self._hear()
+                    self._read_events()
             except PeerError as error:
                 self._reason = str(error)
                 log.debug("%s: its events are interrupted: %s", self._name, error)
             except Exception as error:
                 self._reason = str(error)
-                log.exception("%s: following failed; it is tried again", self._name)
+                log.exception("%s: following its events failed; trying again", self._name)
             finally:
                 channel, self._channel = self._channel, None
                 if channel is not None:
@@ -113,18 +113,18 @@ class PeerFollower(Follower):
         channel = self._channel = self._channels.open(None, deadline)
         _, meta = channel.ask(Type.FOLLOW, self._place.encode(), deadline)
         self._place = EventPlace.decode(meta)
-        self._heard_s = time.monotonic()
+        self._last_frame_s = time.monotonic()
         if not self._has_begun.is_set():
             self.position = self._place.position
             if not self._is_prompt:  # nobody knows what happened since it was asked for
                 self._take([Event(self.position, EventKind.LOST, "")])
             self._has_begun.set()
 
-    def _hear(self) -> None:
+    def _read_events(self) -> None:
         assert self._channel is not None
         _, meta = self._channel.next(time.monotonic() + SILENCE_S, Type.EVENTS)
         position, events = decode_events(meta)
-        self._heard_s = time.monotonic()
+        self._last_frame_s = time.monotonic()
         self._place = self._place._replace(position=position)
         if events:
             self._take(events)

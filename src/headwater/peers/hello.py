@@ -29,7 +29,7 @@ from headwater.pool.space import Space
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 MIN_SECRET_BYTES = 16
-MAX_LANES = 4
+MAX_LINK_CONNECTIONS = 4
 
 _GREETING = struct.Struct("<HBx32s")
 _HELLO = struct.Struct("<HBBBxxx16sQQ32s32sI")
@@ -38,7 +38,7 @@ _CLIENT, _SERVER = b"headwater peer caller v1\0", b"headwater peer listener v1\0
 _NO_PROOF = bytes(PROOF_BYTES)
 
 
-class Role(IntEnum):
+class PeerRole(IntEnum):
     """What a connection is for."""
 
     PUSH = 1
@@ -75,7 +75,7 @@ class Greeting:
         """Read what `encode` wrote. Raises PeerRefusedError for another version, WireError for anything else."""
         _check_version(meta)
         if len(meta) != _GREETING.size:
-            raise WireError("a greeting of another size")
+            raise WireError("a greeting has the wrong size")
         version, has_secret, nonce = _GREETING.unpack(meta)
         return cls(nonce, bool(has_secret), version)
 
@@ -89,14 +89,14 @@ def new_greeting(secret: bytes | None) -> Greeting:
 class Hello:
     """What a caller says first."""
 
-    role: Role
+    role: PeerRole
     session: bytes
     """16 random bytes: the connections of one caller to one listener are one session, and fail together."""
     server: int
     """The writer group of the caller's server: its ranks fill chunks together."""
     rank: int = 0
     """Which of the server's callers this is; a new session of the same one replaces the old."""
-    lane: int = 0
+    number: int = 0
     nonce: bytes = b""
     scope: bytes = bytes(32)
     space: bytes = b""
@@ -104,7 +104,7 @@ class Hello:
     version: int = VERSION
 
     @property
-    def caller(self) -> tuple[Role, int, int]:
+    def caller(self) -> tuple[PeerRole, int, int]:
         """Who it is: role, server and rank."""
         return self.role, self.server, self.rank
 
@@ -114,7 +114,7 @@ class Hello:
         return prove(secret, _CLIENT, greeting, body) + body
 
     def _body(self) -> bytes:
-        fixed = (self.version, self.role, self.lane, 0, self.session, self.server, self.rank, self.nonce, self.scope)
+        fixed = (self.version, self.role, self.number, 0, self.session, self.server, self.rank, self.nonce, self.scope)
         return _HELLO.pack(*fixed, len(self.space)) + self.space
 
     @classmethod
@@ -134,15 +134,15 @@ class Hello:
                 reason = "the caller's secret is not this peer's"
             raise PeerRefusedError(reason, Refusal.SECRET)
         cursor = Cursor(body)
-        version, role, lane, _, session, server, rank, nonce, scope, size = _HELLO.unpack(cursor.take(_HELLO.size))
+        version, role, number, _, session, server, rank, nonce, scope, size = _HELLO.unpack(cursor.take(_HELLO.size))
         space = cursor.take(size)
         cursor.end()
-        if lane >= MAX_LANES:
-            raise WireError(f"lane {lane} of at most {MAX_LANES}")
+        if number >= MAX_LINK_CONNECTIONS:
+            raise WireError(f"connection number {number}: a caller has at most {MAX_LINK_CONNECTIONS}")
         try:
-            return cls(Role(role), session, server, rank, lane, nonce, scope, space, version)
+            return cls(PeerRole(role), session, server, rank, number, nonce, scope, space, version)
         except ValueError as error:
-            raise PeerRefusedError(f"there is no role {role}", Refusal.ROLE) from error
+            raise PeerRefusedError(f"unknown role {role}", Refusal.ROLE) from error
 
 
 @dataclass(frozen=True)
@@ -165,25 +165,29 @@ class Welcome:
         proof, body = meta[:PROOF_BYTES], meta[PROOF_BYTES:]
         _check_version(body)
         if not hmac.compare_digest(proof, prove(secret, _SERVER, greeting + hello, body)):
-            raise PeerRefusedError("the listener does not know this secret", Refusal.SECRET)
+            raise PeerRefusedError(
+                "the listener has another secret; give both ends the same secret file", Refusal.SECRET
+            )
         if len(body) != _WELCOME.size:
-            raise WireError("a welcome of another size")
+            raise WireError("a welcome has the wrong size")
         _, silence_ms, share_bytes = _WELCOME.unpack(body)
         return cls(silence_ms, share_bytes)
 
 
-def prove(secret: bytes | None, who: bytes, heard: bytes, said: bytes) -> bytes:
-    """That whoever says `said` after having heard `heard` has the secret; zeros where there is none."""
+def prove(secret: bytes | None, end: bytes, received: bytes, sent: bytes) -> bytes:
+    """Proof that the end which sends `sent` after `received` has the secret; zeros if there is none."""
     if secret is None:
         return _NO_PROOF
-    sized = struct.pack("<I", len(heard)) + heard + said
-    return hmac.new(secret, who + sized, "sha256").digest()
+    sized = struct.pack("<I", len(received)) + received + sent
+    return hmac.new(secret, end + sized, "sha256").digest()
 
 
 def _check_version(body: bytes) -> None:
     version = int.from_bytes(body[:2], "little")
     if len(body) < 2 or version != VERSION:
-        raise PeerRefusedError(f"it speaks version {version} of the peers' wire, not {VERSION}", Refusal.VERSION)
+        raise PeerRefusedError(
+            f"the other end speaks version {version} of the peer protocol; expected {VERSION}", Refusal.VERSION
+        )
 
 
 # ---- which KV ---------------------------------------------------------------------------------------------------
@@ -205,7 +209,7 @@ def open_space(pool: Pool, hello: Hello, accepted: Collection[bytes] = ()) -> Sp
     """
     if accepted and not any(hmac.compare_digest(hello.scope, scope) for scope in accepted):
         raise PeerRefusedError(
-            "this receiver takes KV of another model, spec, chunk size or tenant secret", Refusal.SPACE
+            "this receiver accepts KV of another model, spec, chunk size or tenant secret only", Refusal.SPACE
         )
     try:
         described = json.loads(hello.space)
@@ -217,5 +221,5 @@ def open_space(pool: Pool, hello: Hello, accepted: Collection[bytes] = ()) -> Sp
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PeerRefusedError("the description of the space cannot be read", Refusal.SPACE) from error
     if not hmac.compare_digest(hello.scope, scope_of(space)):
-        raise PeerRefusedError("the caller has another tenant secret", Refusal.TENANTS)
+        raise PeerRefusedError("the caller has another tenant secret; give both ends the same one", Refusal.TENANTS)
     return space

@@ -32,7 +32,7 @@ COMMIT_S = 2.0
 
 
 @dataclass(eq=False)
-class Filling:
+class PushedChunk:
     """One chunk that a server's ranks fill together."""
 
     space: Space
@@ -40,16 +40,16 @@ class Filling:
     server: int
     num_bytes: int
     tiles_left: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[PushedPart] = field(default_factory=list)
     touched_s: float = field(default_factory=time.monotonic)
     is_dead: bool = False
 
 
 @dataclass(eq=False)
-class Part:
+class PushedPart:
     """What one session fills of a chunk."""
 
-    filling: Filling
+    filling: PushedChunk
     session: object
     shard: Shard
     """The tiles that it sends."""
@@ -70,7 +70,7 @@ class Landing:
         self.share_bytes = share_bytes
         self.counts: Counter[str] = Counter()
         self._pending_bytes = 0
-        self._fillings: dict[bytes, Filling] = {}
+        self._fillings: dict[bytes, PushedChunk] = {}
         self._lock = threading.Lock()
         self._reserving = threading.Lock()
         self._untidy: list[Space] = []
@@ -84,11 +84,11 @@ class Landing:
     # ---- reserving ----------------------------------------------------------------------------------------------
     def reserve(
         self, session: object, server: int, space: Space, chunks: Sequence[ChunkRef], shard: Shard
-    ) -> list[Part | Status]:
+    ) -> list[PushedPart | Status]:
         """A part to fill for each chunk, or why there is none: EXISTS, BUSY, FULL, NO_PARENT, TIMEOUT. OK as a status:
         this rank is to send nothing of it. Waits for nobody but the pool's lock, and that briefly."""
         with self._reserving:
-            found: list[Part | Status] = [Status.EXISTS if there else Status.OK for there in space.exists(chunks)]
+            found: list[PushedPart | Status] = [Status.EXISTS if there else Status.OK for there in space.exists(chunks)]
             with self._lock:
                 self._claim(found, server, space, chunks, shard)
             wanted = [i for i, status in enumerate(found) if status == Status.OK]
@@ -98,7 +98,7 @@ class Landing:
         return found
 
     def _claim(
-        self, found: list[Part | Status], server: int, space: Space, chunks: Sequence[ChunkRef], shard: Shard
+        self, found: list[PushedPart | Status], server: int, space: Space, chunks: Sequence[ChunkRef], shard: Shard
     ) -> None:
         """Mark what another server or session fills as BUSY, and what has no room in the peers' share as FULL."""
         room = self.share_bytes - self._pending_bytes
@@ -120,7 +120,7 @@ class Landing:
 
     def _open(
         self,
-        found: list[Part | Status],
+        found: list[PushedPart | Status],
         wanted: Sequence[int],
         session: object,
         server: int,
@@ -163,7 +163,7 @@ class Landing:
 
     def _part(
         self,
-        filling: Filling | None,
+        filling: PushedChunk | None,
         session: object,
         server: int,
         space: Space,
@@ -171,34 +171,34 @@ class Landing:
         owned: Shard,
         reservation: Reservation,
         place: Place,
-    ) -> Part:
+    ) -> PushedPart:
         """Under the lock: a session's part of a chunk, the chunk's first one or a further one."""
         if filling is None:
             size = stored_extent_bytes(space.spec, chunk.num_tokens)
-            filling = self._fillings[chunk.key] = Filling(space, chunk, server, size, space.spec.num_tiles)
+            filling = self._fillings[chunk.key] = PushedChunk(space, chunk, server, size, space.spec.num_tiles)
             self._pending_bytes += size
             self.counts["chunks_begun"] += 1
-        part = Part(filling, session, owned, reservation, place, owned.num_tiles)
+        part = PushedPart(filling, session, owned, reservation, place, owned.num_tiles)
         filling.parts.append(part)
         if not owned.num_tiles:  # reserved all the same: what follows needs a parent
             self._close([part])
         return part
 
     # ---- filling ------------------------------------------------------------------------------------------------
-    def enter(self, parts: Sequence[tuple[Part, Sequence[int]]]) -> list[bool]:
+    def enter(self, parts: Sequence[tuple[PushedPart, Sequence[int]]]) -> list[bool]:
         """Before receiving layers into parts' extents; False where the chunk is dead and the bytes are for nobody.
 
         Raises WireError, and enters none, where one of the layers has come or is coming: it may be in use by now."""
         with self._lock:
             if any(not part.begun.isdisjoint(layers) for part, layers in parts):
-                raise WireError("tiles that have come already")
+                raise WireError("tiles were sent twice")
             alive = [not part.filling.is_dead and not part.is_closed for part, _ in parts]
             for (part, layers), is_alive in zip(parts, alive, strict=True):
                 part.begun.update(layers)
                 part.num_users += is_alive
         return alive
 
-    def leave(self, parts: Iterable[Part]) -> None:
+    def leave(self, parts: Iterable[PushedPart]) -> None:
         """After it. Dead chunks that nobody receives into any more are buried now."""
         left = list(parts)
         with self._lock:
@@ -207,7 +207,7 @@ class Landing:
             self._close([part for part in left if not part.tiles_left])
         self._bury([part.filling for part in left if part.filling.is_dead])
 
-    def commit(self, parts: Sequence[Part], layout: Layout, sums: npt.NDArray[np.uint64]) -> list[Status]:
+    def commit(self, parts: Sequence[PushedPart], layout: Layout, sums: npt.NDArray[np.uint64]) -> list[Status]:
         """Note the checksums of tiles that have come, the same ones of each part: (parts, layers, heads)."""
         space = parts[0].filling.space
         if any(part.filling.is_dead for part in parts):
@@ -220,7 +220,7 @@ class Landing:
         except HeadwaterError:
             statuses = [Status.LOST] * len(parts)
         now, tiles = time.monotonic(), layout.num_tiles
-        lost = list[Filling]()
+        lost = list[PushedChunk]()
         with self._lock:
             for part, status in zip(parts, statuses, strict=True):
                 filling = part.filling
@@ -241,7 +241,7 @@ class Landing:
         return statuses
 
     # ---- giving up ----------------------------------------------------------------------------------------------
-    def abort(self, fillings: Iterable[Filling], why: str = "chunks_aborted") -> None:
+    def abort(self, fillings: Iterable[PushedChunk], why: str = "chunks_aborted") -> None:
         """Give chunks up for the whole server. Those that are complete stay."""
         with self._lock:
             dead = [f for f in dict.fromkeys(fillings) if self._fillings.get(f.chunk.key) is f and not f.is_dead]
@@ -250,7 +250,7 @@ class Landing:
         self.counts[why] += len(dead)
         self._bury(dead)
 
-    def _bury(self, fillings: Iterable[Filling]) -> None:
+    def _bury(self, fillings: Iterable[PushedChunk]) -> None:
         """Abort dead chunks in the pool, children before parents, as soon as no thread receives into their extents: an
         extent that is still open would only go into limbo."""
         with self._lock:
@@ -273,7 +273,7 @@ class Landing:
                     del self._fillings[filling.chunk.key]
                     self._pending_bytes -= filling.num_bytes
 
-    def abort_parts(self, parts: Iterable[Part]) -> None:
+    def abort_parts(self, parts: Iterable[PushedPart]) -> None:
         """A session will not finish some parts: give their chunks up, unless the parts have come."""
         self.abort([part.filling for part in parts if part.tiles_left])
 
@@ -295,7 +295,7 @@ class Landing:
             with contextlib.suppress(HeadwaterError):
                 space.tidy()
 
-    def _close(self, parts: Sequence[Part]) -> None:
+    def _close(self, parts: Sequence[PushedPart]) -> None:
         """Under the lock: let go of extents that nobody receives into any more."""
         going = [part for part in parts if not part.num_users and not part.is_closed]
         for part in going:

@@ -23,11 +23,11 @@ import numpy.typing as npt
 from headwater.errors import HeadwaterError, PeerError, PeerGoneError, PeerRefusedError, PeerTimeoutError, WireError
 from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress
-from headwater.peers.caller import Caller, LinkSettings
+from headwater.peers.caller import LinkSettings, PeerCaller
 from headwater.peers.carriers import tcp
-from headwater.peers.hello import MAX_LANES
-from headwater.peers.lanes import Lanes
-from headwater.peers.outgoing import Batch, Sent, Transfer, consecutive, settle_put
+from headwater.peers.extra_connections import ExtraConnections
+from headwater.peers.hello import MAX_LINK_CONNECTIONS
+from headwater.peers.outgoing import PushBatch, PushTransfer, Sent, consecutive, settle_put
 from headwater.peers.tiles import Held, Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Put, Refusal, Stop, Type, encode_frame
 from headwater.pool.space import Space
@@ -38,14 +38,14 @@ log = logging.getLogger("headwater")
 _FRAME_BYTES = 64 << 20
 """Of one data frame, about: what the peer notes and shows at a time, where the saver's groups are not smaller."""
 _DIVIDED_BYTES = 8 << 20
-"""From how much on a group of layers is divided among lanes."""
+"""From how much on a group of layers is divided among connections."""
 _PATIENCE_S = 60.0
 """A transfer that nothing happens to for so long is dropped."""
 
-Told = Callable[[], None]
+Task = Callable[[], None]
 
 
-class Link:
+class PeerLink:
     """See the module. `tell` may be called from any thread and never waits."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Link:
         address: PeerAddress,
         space: Space,
         shard: Shard,
-        caller: Caller,
+        caller: PeerCaller,
         settings: LinkSettings,
         counts: Counter[str],
     ) -> None:
@@ -67,20 +67,20 @@ class Link:
         self._counts = counts
         self.dead_until = 0.0
         self._num_failures = 0
-        self._inbox: deque[Told] = deque()
-        self._lane: tcp.Connection | None = None
-        self._lanes = Lanes()
+        self._inbox: deque[Task] = deque()
+        self._connection: tcp.Connection | None = None
+        self._extra = ExtraConnections()
         self._silence_s = 5.0
-        self._spoke_s = 0.0
+        self._last_sent_s = 0.0
         self._number = 0
-        self._asked: dict[int, tuple[Callable[[bytes], None], int]] = {}
+        self._unanswered: dict[int, tuple[Callable[[bytes], None], int]] = {}
         """Requests without an answer, by number, each with the bytes of its data."""
-        self._owed_s = 0.0
+        self._waiting_since_s = 0.0
         """Since when the peer owes an answer: its last one, or the first request after that."""
-        self._heard: deque[tuple[Callable[[bytes], None], bytes]] = deque()
+        self._answers: deque[tuple[Callable[[bytes], None], bytes]] = deque()
         """Answers that have come, in their order."""
-        self._batches: list[Batch] = []
-        self._by_key: dict[bytes, list[tuple[Batch, int]]] = {}
+        self._batches: list[PushBatch] = []
+        self._by_key: dict[bytes, list[tuple[PushBatch, int]]] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closing = False
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ class Link:
         """Whether the peer failed a moment ago: pushes to it are dropped at once."""
         return time.monotonic() < self.dead_until
 
-    def tell(self, what: Told, *, always: bool = False) -> bool:
+    def tell(self, what: Task, *, always: bool = False) -> bool:
         """Have something done by the thread, in its turn; False where it has too much before it."""
         with self._lock:
             if self._is_closing or (len(self._inbox) >= self._settings.max_queued and not always):
@@ -108,10 +108,10 @@ class Link:
             if not self._is_closing:
                 self._is_closing = True
                 os.eventfd_write(self._wakeup, 1)
-        lane = self._lane
+        connection = self._connection
         self._thread.join(timeout_s)
-        if self._thread.is_alive() and lane is not None:
-            lane.shut()
+        if self._thread.is_alive() and connection is not None:
+            connection.shut()
             self._thread.join(timeout_s)
 
     # ---- the thread ---------------------------------------------------------------------------------------------
@@ -138,11 +138,11 @@ class Link:
     def _wait(self) -> None:
         poller = select.poll()
         poller.register(self._wakeup, select.POLLIN)
-        if self._lane is not None:
-            if self._lane.has_buffered:
+        if self._connection is not None:
+            if self._connection.has_buffered:
                 return
-            poller.register(self._lane.fileno(), select.POLLIN)
-        wait_s = min(self._silence_s / 4, 1.0) if self._batches or self._asked else 10.0
+            poller.register(self._connection.fileno(), select.POLLIN)
+        wait_s = min(self._silence_s / 4, 1.0) if self._batches or self._unanswered else 10.0
         if not self._inbox:
             poller.poll(wait_s * 1000)
         try:
@@ -153,21 +153,25 @@ class Link:
     def _step(self) -> None:
         while self._inbox and not self._is_closing:
             self._inbox.popleft()()
-            self._hear()
-        self._hear()
+            self._read_answers()
+        self._read_answers()
         if self._is_closing:
             return
         now = time.monotonic()
         for batch in [b for b in self._batches if now - b.transfer.used_s > _PATIENCE_S]:
             self._counts["chunks_stale"] += batch.drop_from(0)
             self._finish(batch)
-        if self._asked and now - self._owed_s > self._settings.io_s + sum([s for _, s in self._asked.values()]) / 10e6:
-            raise PeerTimeoutError("the peer answers nothing any more")
-        if self._batches and self._lane is not None and now - self._spoke_s > self._silence_s / 4:
+        if (
+            self._unanswered
+            and now - self._waiting_since_s
+            > self._settings.io_s + sum([s for _, s in self._unanswered.values()]) / 10e6
+        ):
+            raise PeerTimeoutError("the peer did not answer in time")
+        if self._batches and self._connection is not None and now - self._last_sent_s > self._silence_s / 4:
             self._request(Type.PING, b"", lambda body: None)
 
     # ---- what is told -------------------------------------------------------------------------------------------
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: PushBatch) -> None:
         """Announce a batch to the peer."""
         if self.is_dead or batch.transfer.is_cancelled:
             self._counts["chunks_dropped"] += batch.drop_from(0)
@@ -185,14 +189,14 @@ class Link:
 
     def note(self, keys: Sequence[bytes], layers: range) -> None:
         """Layers of some chunks are in the own pool now."""
-        touched: dict[Batch, list[int]] = {}
+        touched: dict[PushBatch, list[int]] = {}
         for key in keys:
             for batch, i in self._by_key.get(key, ()):
                 batch.ready[i].update(layers)
                 touched.setdefault(batch, []).append(i)
         for batch, numbers in touched.items():
             batch.transfer.used_s = time.monotonic()
-            if batch.is_asked:
+            if batch.is_announced:
                 self._send_ready(batch, numbers)
 
     def lose(self, keys: Sequence[bytes]) -> None:
@@ -200,15 +204,15 @@ class Link:
         for key in keys:
             for batch, i in list(self._by_key.get(key, ())):
                 if not batch.states[i].is_final:
-                    self._give_up(batch, i, "chunks_unsaved")
+                    self._drop(batch, i, "chunks_unsaved")
 
-    def finish(self, transfer: Transfer) -> None:
+    def finish(self, transfer: PushTransfer) -> None:
         """Send whatever the own pool has of a transfer, noted here or not."""
         for batch in [b for b in self._batches if b.transfer is transfer]:
-            if batch.is_asked:
+            if batch.is_announced:
                 self._send_present(batch)
 
-    def cancel(self, transfer: Transfer) -> None:
+    def cancel(self, transfer: PushTransfer) -> None:
         """Drop what is left of a transfer."""
         transfer.is_cancelled = True
         for batch in [b for b in self._batches if b.transfer is transfer]:
@@ -216,7 +220,7 @@ class Link:
             self._finish(batch)
 
     # ---- sending ------------------------------------------------------------------------------------------------
-    def _ask(self, batch: Batch) -> None:
+    def _ask(self, batch: PushBatch) -> None:
         self._connect()
         self._number += 1
         batch.number = self._number
@@ -228,12 +232,12 @@ class Link:
                 raise WireError("an answer that does not fit its put")
             self._counts["chunks_refused"] += settle_put(batch, [Status(code) for code in body])
             self._counts["chunks_there"] += batch.states.count(Sent.THERE)
-            batch.is_asked = True
+            batch.is_announced = True
             self._send_present(batch)
 
         self._request(Type.PUT, put.encode(), answered)
 
-    def _send_present(self, batch: Batch) -> None:
+    def _send_present(self, batch: PushBatch) -> None:
         """Send what is in the own pool already, whether it was noted here or not."""
         wanted = [i for i, state in enumerate(batch.states) if not state.is_final and not self._is_sent(batch, i)]
         if wanted:
@@ -248,10 +252,10 @@ class Link:
                 held.loan.release()
         self._settle(batch, wanted)
 
-    def _is_sent(self, batch: Batch, i: int) -> bool:
+    def _is_sent(self, batch: PushBatch, i: int) -> bool:
         return len(batch.sent[i]) == len(self._mine.layers)
 
-    def _send_ready(self, batch: Batch, numbers: Sequence[int], held: Held | None = None) -> None:
+    def _send_ready(self, batch: PushBatch, numbers: Sequence[int], held: Held | None = None) -> None:
         """Send the layers of some chunks that are ready and were not sent, in groups. `held`: a loan of all layers."""
         runs: dict[range, list[int]] = {}
         for i in numbers:
@@ -265,7 +269,7 @@ class Link:
             for first in range(run.start, run.stop, step):
                 self._send_layers(batch, some, range(first, min(first + step, run.stop)), held)
 
-    def _send_layers(self, batch: Batch, wanted: Sequence[int], layers: range, held: Held | None) -> None:
+    def _send_layers(self, batch: PushBatch, wanted: Sequence[int], layers: range, held: Held | None) -> None:
         """Send a group of layers of some chunks. A chunk that is not in the own pool any more is given up."""
         todo = [i for i in wanted if not batch.states[i].is_final]
         layouts = layouts_of(self._space.spec, self._shard, [batch.chunks[i] for i in todo], layers)
@@ -284,18 +288,18 @@ class Link:
 
     def _send_lent(
         self,
-        batch: Batch,
+        batch: PushBatch,
         numbers: Sequence[int],
         layers: range,
         layout: Layout,
         places: Sequence[Place | None],
         sums: npt.NDArray[np.uint64],
     ) -> None:
-        """Send lent tiles in frames, over all lanes; what could not be lent is given up."""
+        """Send lent tiles in frames, over all connections; what could not be lent is given up."""
         found = [(row, place) for row, place in enumerate(places) if place is not None]
         most = max(1, _FRAME_BYTES // layout.num_bytes)
-        if self._lanes.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
-            most = min(most, -(-len(found) // (self._lanes.count + 1)))
+        if self._extra.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
+            most = min(most, -(-len(found) // (self._extra.count + 1)))
         try:
             for at in range(0, len(found), most):
                 some = found[at : at + most]
@@ -304,15 +308,15 @@ class Link:
                 sent = [numbers[row] for row in rows]
                 self._send_data(batch, sent, layers, pieces, sums[rows], layout.num_bytes, at // most)
         finally:
-            heard = self._lanes.finish()  # the loan ends after this
-        self._heard.extend(heard)
+            answers = self._extra.finish()  # the loan ends after this
+        self._answers.extend(answers)
         if len(found) < len(numbers):
             lost = next(number for number, place in zip(numbers, places, strict=True) if place is None)
-            self._give_up(batch, lost, "chunks_evicted")
+            self._drop(batch, lost, "chunks_evicted")
 
     def _send_data(
         self,
-        batch: Batch,
+        batch: PushBatch,
         numbers: Sequence[int],
         layers: range,
         pieces: Sequence[memoryview],
@@ -332,11 +336,11 @@ class Link:
                 self._counts["chunks_lost"] += batch.drop_from(min(lost))
             self._settle(batch, numbers)
 
-        # Not before the peer has answered the put: lanes overtake each other.
-        if batch.is_asked and self._lanes.takes(turn):
+        # Not before the peer has answered the put: connections overtake each other.
+        if batch.is_announced and self._extra.takes(turn):
             frame = encode_frame(Type.DATA, meta, data_bytes=size)
-            self._lanes.send(turn, frame, pieces, self._deadline(size), answered)
-            self._counts["lane_bytes"] += size
+            self._extra.send(turn, frame, pieces, self._deadline(size), answered)
+            self._counts["extra_connection_bytes"] += size
         else:
             self._request(Type.DATA, meta, answered, pieces, size)
         for i in numbers:
@@ -344,7 +348,7 @@ class Link:
         self._counts["bytes"] += size
         self._collect()  # answers must not pile up in the kernel
 
-    def _settle(self, batch: Batch, numbers: Sequence[int]) -> None:
+    def _settle(self, batch: PushBatch, numbers: Sequence[int]) -> None:
         """Chunks whose layers were all acknowledged are done; a batch whose chunks all are is over."""
         for i in numbers:
             if batch.states[i] != Sent.WANTED:
@@ -356,21 +360,21 @@ class Link:
         if not batch.is_open:
             self._finish(batch)
 
-    def _give_up(self, batch: Batch, first: int, why: str) -> None:
+    def _drop(self, batch: PushBatch, first: int, why: str) -> None:
         self._counts[why] += batch.drop_from(first)
-        if batch.is_asked and batch.is_open and self._lane is not None:
+        if batch.is_announced and batch.is_open and self._connection is not None:
             self._request(Type.ABORT, Stop(batch.number, range(first, len(batch.chunks))).encode(), lambda body: None)
         if not batch.is_open:
             self._finish(batch)
 
-    def _finish(self, batch: Batch) -> None:
+    def _finish(self, batch: PushBatch) -> None:
         if batch not in self._batches:
             return
         self._forget(batch)
-        if self._lane is not None and batch.number:
+        if self._connection is not None and batch.number:
             self._request(Type.END, Stop(batch.number).encode(), lambda body: None)
 
-    def _forget(self, batch: Batch) -> None:
+    def _forget(self, batch: PushBatch) -> None:
         self._batches.remove(batch)
         for chunk in batch.chunks:
             left = [entry for entry in self._by_key.get(chunk.key, ()) if entry[0] is not batch]
@@ -382,16 +386,16 @@ class Link:
 
     # ---- the connection -----------------------------------------------------------------------------------------
     def _connect(self) -> None:
-        if self._lane is not None:
+        if self._connection is not None:
             return
         if self.is_dead:
             raise PeerError(f"{self.address} failed a moment ago")
         session = secrets.token_bytes(16)
-        self._lane, welcome = self._caller.call(self.address, session, self._settings)
-        for lane in range(1, min(self._settings.lanes, MAX_LANES)):
-            self._lanes.add(self._caller.call(self.address, session, self._settings, lane)[0])
+        self._connection, welcome = self._caller.call(self.address, session, self._settings)
+        for number in range(1, min(self._settings.connections, MAX_LINK_CONNECTIONS)):
+            self._extra.add(self._caller.call(self.address, session, self._settings, number)[0])
         self._silence_s = max(0.2, welcome.silence_ms / 1000)
-        self._spoke_s = time.monotonic()
+        self._last_sent_s = time.monotonic()
         self._counts["connected"] += 1
 
     def _request(
@@ -402,49 +406,49 @@ class Link:
         pieces: Sequence[memoryview] = (),
         data_bytes: int = 0,
     ) -> None:
-        assert self._lane is not None
+        assert self._connection is not None
         self._number += 1
         number = self._number & 0xFFFFFFFF
-        if not self._asked:
-            self._owed_s = time.monotonic()
-        self._asked[number] = answered, data_bytes
+        if not self._unanswered:
+            self._waiting_since_s = time.monotonic()
+        self._unanswered[number] = answered, data_bytes
         frame = encode_frame(kind, meta, data_bytes=data_bytes, number=number)
-        self._lane.send(frame, self._deadline(data_bytes), pieces)
-        self._spoke_s = time.monotonic()
+        self._connection.send(frame, self._deadline(data_bytes), pieces)
+        self._last_sent_s = time.monotonic()
 
     def _deadline(self, data_bytes: int) -> float:
         return time.monotonic() + self._settings.io_s + data_bytes / 10e6
 
-    def _hear(self) -> None:
+    def _read_answers(self) -> None:
         """Take the answers that have come, and do what follows from them."""
         self._collect()
-        while self._heard:
-            answered, body = self._heard.popleft()
+        while self._answers:
+            answered, body = self._answers.popleft()
             answered(body)
             self._collect()
 
     def _collect(self) -> None:
-        while self._lane is not None and (self._lane.has_buffered or _readable(self._lane)):
-            header, body = self._lane.receive(time.monotonic() + self._settings.io_s)
-            asked = self._asked.pop(header.number, None)
+        while self._connection is not None and (self._connection.has_buffered or _readable(self._connection)):
+            header, body = self._connection.receive(time.monotonic() + self._settings.io_s)
+            asked = self._unanswered.pop(header.number, None)
             if header.type != Type.ANSWER or header.data_bytes or asked is None:
-                raise WireError(f"a {header.type.name} frame that nobody asked for")
-            self._num_failures, self._owed_s = 0, time.monotonic()
-            self._heard.append((asked[0], body))
+                raise WireError(f"unexpected {header.type.name} frame")
+            self._num_failures, self._waiting_since_s = 0, time.monotonic()
+            self._answers.append((asked[0], body))
 
     def _disconnect(self) -> None:
-        lane, self._lane = self._lane, None
-        self._lanes.close()
-        self._asked.clear()
-        self._heard.clear()
-        if lane is not None:
-            lane.close()
+        connection, self._connection = self._connection, None
+        self._extra.close()
+        self._unanswered.clear()
+        self._answers.clear()
+        if connection is not None:
+            connection.close()
 
     def _fail(self, error: PeerError) -> None:
         """The connection is of no use any more. Where it merely ended (the peer was restarted, most likely), everything
         is put once more over a new one; otherwise it is dropped, and the peer left alone for a while."""
         was_silent = isinstance(error, PeerRefusedError) and error.code == Refusal.SILENCE  # this process was stopped
-        has_ended = self._lane is not None and (was_silent or isinstance(error, PeerGoneError))
+        has_ended = self._connection is not None and (was_silent or isinstance(error, PeerGoneError))
         self._disconnect()
         if has_ended and not self._batches:
             return
@@ -465,7 +469,7 @@ class Link:
         self._num_failures += 1
         self._counts["timeouts" if is_late else "failures"] += 1
         self.dead_until = time.monotonic() + self._settings.dead_s * (1 << min(3, self._num_failures) if is_late else 1)
-        log.warning("pushes to %s are dropped for a moment: %s", self.address, error)
+        log.warning("pushes to %s are dropped until it answers again: %s", self.address, error)
         self._drop_all()
 
     def _drop_all(self) -> None:
@@ -474,7 +478,7 @@ class Link:
             self._forget(batch)
 
 
-def _readable(lane: tcp.Connection) -> bool:
+def _readable(connection: tcp.Connection) -> bool:
     poller = select.poll()
-    poller.register(lane.fileno(), select.POLLIN)
+    poller.register(connection.fileno(), select.POLLIN)
     return bool(poller.poll(0))

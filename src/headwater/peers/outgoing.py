@@ -15,7 +15,7 @@ from headwater.stores.base import Status
 class Sent(Enum):
     """How far one chunk has come on its way to a peer."""
 
-    ASKED = auto()  # the peer has not said whether it wants it
+    ANNOUNCED = auto()  # the peer has not said whether it wants it
     WANTED = auto()  # it does
     THERE = auto()  # the peer has it, or somebody else brings it
     DONE = auto()  # all of this rank's tiles are in the peer's pool
@@ -28,10 +28,10 @@ class Sent(Enum):
 
 
 @dataclass(eq=False)
-class Batch:
+class PushBatch:
     """Chunks of one transfer that were announced in one put."""
 
-    transfer: Transfer
+    transfer: PushTransfer
     chunks: tuple[ChunkRef, ...]
     root_payload: bytes = b""
     """How the index describes the root of their chain."""
@@ -43,10 +43,10 @@ class Batch:
     number: int = 0
     """Of its put on the connection of now."""
     num_tries: int = 0
-    is_asked: bool = False
+    is_announced: bool = False
 
     def __post_init__(self) -> None:
-        self.states = [Sent.ASKED] * len(self.chunks)
+        self.states = [Sent.ANNOUNCED] * len(self.chunks)
         self.ready = [set() for _ in self.chunks]
         self.again()
 
@@ -54,8 +54,8 @@ class Batch:
         """Begin from the first byte: the connection is a new one. What had come to its end stays there."""
         self.sent = [set() for _ in self.chunks]
         self.acked = [set() for _ in self.chunks]
-        self.is_asked = False
-        self.states = [s if s.is_final else Sent.ASKED for s in self.states]
+        self.is_announced = False
+        self.states = [s if s.is_final else Sent.ANNOUNCED for s in self.states]
 
     @property
     def is_open(self) -> bool:
@@ -73,12 +73,12 @@ class Batch:
 
 
 @dataclass(eq=False)
-class Transfer:
+class PushTransfer:
     """One request's chunks on their way to one peer."""
 
     name: bytes
     """16 bytes that all ranks, the peer and the proxy know it by."""
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[PushBatch] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
     used_s: float = field(default_factory=time.monotonic)
     is_cancelled: bool = False
@@ -109,7 +109,7 @@ class Transfer:
             on_change()
 
 
-def settle_put(batch: Batch, statuses: Sequence[Status]) -> int:
+def settle_put(batch: PushBatch, statuses: Sequence[Status]) -> int:
     """Note a peer's answer to a put; how many chunks it has no room for."""
     for i, status in enumerate(statuses):
         if batch.states[i].is_final:

@@ -31,7 +31,7 @@ MAX_READ_BYTES = 64 << 20
 PAGE_CHUNKS = 8192
 MAX_EVENTS = 4096
 FROM_NOW = (1 << 64) - 1
-NOBODY = bytes(KEY_BYTES)
+UNSPECIFIED = bytes(KEY_BYTES)
 """A parent that is not looked at."""
 
 _COUNT = struct.Struct("<I")
@@ -51,7 +51,7 @@ _READ_STATUSES = frozenset((Status.OK, Status.MISS, Status.DAMAGED, Status.TIMEO
 
 def _times(count: int, most: int) -> int:
     if count > most:
-        raise WireError(f"{count} things in a frame that has at most {most}")
+        raise WireError(f"a frame has {count} entries; at most {most} are allowed")
     return count
 
 
@@ -147,7 +147,7 @@ class Read:
         fits = start < stop <= num_layers and step > 0 and head < heads_stop <= num_heads
         if not fits or not count or not 1 <= last <= chunk_tokens or number + count >= 1 << 32:
             raise WireError(
-                f"a read of layers {start} to {stop} of {count} chunks that end with {last} tokens cannot be"
+                f"a read of layers {start} to {stop} of {count} chunks, the last with {last} tokens, is out of bounds"
             )
         chunks = list[ChunkRef]()
         for i in range(count):
@@ -232,7 +232,7 @@ class PageReader:
         raw = cursor.take(_ENTRY.size * _times(count, PAGE_CHUNKS))
         cursor.end()
         if len(described) != num_roots:
-            raise WireError("a listing has another number of roots than it says")
+            raise WireError("a listing does not have as many roots as it says")
         now, chunks = time.time_ns(), list[ChunkInfo]()
         for key, at, number, tokens, size, ago, flags in _ENTRY.iter_unpack(raw):
             if at >= len(self._roots):
@@ -263,7 +263,7 @@ def decode_events(meta: bytes) -> tuple[int, list[Event]]:
     now, events = time.time_ns(), list[Event]()
     for sequence, kind, tier, number, tokens, key, ago in _EVENT.iter_unpack(raw):
         if kind not in EventKind._value2member_map_:
-            raise WireError(f"there is no event of kind {kind}")
+            raise WireError(f"unknown event kind {kind}")
         name = tier.rstrip(b"\0").decode("ascii", "replace")
         events.append(
             Event(sequence, EventKind(kind), name, key if any(key) else b"", number, tokens, max(0, now - ago))
@@ -275,7 +275,7 @@ class EventPlace(NamedTuple):
     """A place in the events of one particular pool. In a FOLLOW: after which to begin; in its answer: where that is."""
 
     position: int = FROM_NOW
-    home: bytes = NOBODY
+    home: bytes = UNSPECIFIED
     """Names the pool, so that a place in another one that was made under the same name is not taken for this one's."""
 
     def encode(self) -> bytes:
@@ -286,5 +286,5 @@ class EventPlace(NamedTuple):
     def decode(cls, meta: bytes) -> EventPlace:
         """Read what `encode` wrote. Raises WireError."""
         if len(meta) != _PLACE.size:
-            raise WireError("a place in the events of another size")
+            raise WireError("a position in the events has the wrong size")
         return cls(*_PLACE.unpack(meta))

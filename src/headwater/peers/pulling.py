@@ -22,7 +22,7 @@ from headwater.peers.channels import Channels
 from headwater.peers.pull_wire import Read, decode_read_answer, decode_statuses
 from headwater.peers.wire import Type
 from headwater.stores.base import RootRef, Status, Tiles
-from headwater.stores.workers import in_lanes
+from headwater.stores.workers import run_in_threads
 
 BATCH_BYTES = 16 << 20
 """Of one request, unless one chunk has more."""
@@ -51,7 +51,7 @@ Answered = Callable[[int, Got], None]
 def pull(channels: Channels, root: RootRef, wanted: Sequence[Wanted], deadline: float, answered: Answered) -> None:
     """Bring all of it. Raises PeerError where the peer fails; what has been answered by then is in place."""
     works = [partial(_pull, channels, root, wanted, batch, deadline, answered) for batch in batches(wanted, channels)]
-    in_lanes(works, min(channels.settings.connections, max(1, len(works))))
+    run_in_threads(works, min(channels.settings.connections, max(1, len(works))))
 
 
 def batches(wanted: Sequence[Wanted], channels: Channels) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """One caller's pushes: its puts, their data straight into extents, and the end of all of it when it goes.
 
-A session is all connections (lanes) of one rank to this receiver. They fail together: whatever the session began and
+A session is all connections of one rank to this receiver. They fail together: whatever the session began and
 did not finish is aborted when the first of them ends.
 """
 
@@ -20,7 +20,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.peers.carriers.tcp import Connection
 from headwater.peers.hello import Hello
-from headwater.peers.landing import Landing, Part
+from headwater.peers.landing import Landing, PushedPart
 from headwater.peers.tiles import Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Header, Put, Refusal, Stop, Type, encode_frame
 from headwater.pool.match import Match
@@ -40,7 +40,7 @@ class OpenPut:
 
     chunks: tuple[ChunkRef, ...]
     shard: Shard
-    parts: list[Part | Status]
+    parts: list[PushedPart | Status]
 
 
 class _Piece(NamedTuple):
@@ -49,12 +49,12 @@ class _Piece(NamedTuple):
     number: int
     layout: Layout
     first_sum: int
-    part: Part | None
+    part: PushedPart | None
     """None: its bytes are for nobody."""
 
 
 class PushSession:
-    """See the module. Each lane has a thread of its own, which calls `handle`."""
+    """See the module. Each connection has a thread of its own, which calls `handle`."""
 
     def __init__(self, hello: Hello, space: Space, landing: Landing) -> None:
         self.hello = hello
@@ -64,49 +64,49 @@ class PushSession:
         self._opening: set[int] = set()
         """Numbers of puts whose chunks are being reserved."""
         self._lock = threading.Lock()
-        self._lanes: list[Connection] = []
+        self._connections: list[Connection] = []
         self._is_over = False
-        self.heard_s = time.monotonic()
+        self.last_frame_s = time.monotonic()
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     @property
     def has_begun(self) -> bool:
         """Whether something is pending that only this session can finish."""
         with self._lock:
-            parts = [part for put in self._puts.values() for part in put.parts if isinstance(part, Part)]
+            parts = [part for put in self._puts.values() for part in put.parts if isinstance(part, PushedPart)]
         return any(part.tiles_left and not part.filling.is_dead for part in parts)
 
-    def join(self, lane: Connection) -> bool:
+    def join(self, connection: Connection) -> bool:
         """Another connection of the session; False where it is over."""
         with self._lock:
             if self._is_over:
                 return False
-            self._lanes.append(lane)
+            self._connections.append(connection)
             return True
 
     def end(self) -> None:
-        """Give everything up, and end all lanes. Idempotent."""
+        """Give everything up, and end all connections. Idempotent."""
         with self._lock:
-            lanes, self._lanes = self._lanes, []
+            connections, self._connections = self._connections, []
             puts, self._puts = list(self._puts.values()), {}
             self._is_over = True
-        for lane in lanes:
-            lane.shut()
-        self._landing.abort_parts([part for put in puts for part in put.parts if isinstance(part, Part)])
+        for connection in connections:
+            connection.shut()
+        self._landing.abort_parts([part for put in puts for part in put.parts if isinstance(part, PushedPart)])
 
     # ---- frames -------------------------------------------------------------------------------------------------
-    def handle(self, lane: Connection, header: Header, meta: bytes, deadline: float) -> None:
+    def handle(self, connection: Connection, header: Header, meta: bytes, deadline: float) -> None:
         """Do what a frame says, and answer it. Raises PeerError where the connection must be closed."""
         body = b""
         if header.type == Type.PUT:
             body = self._put(Put.decode(meta, self._space.chunk_tokens))
         elif header.type == Type.DATA:
-            body = self._data(lane, Data.decode(meta), header.data_bytes, deadline)
+            body = self._data(connection, Data.decode(meta), header.data_bytes, deadline)
         elif header.type in (Type.END, Type.ABORT):
             self._stop(Stop.decode(meta), is_end=header.type == Type.END)
         elif header.type != Type.PING:
-            raise WireError(f"a {header.type.name} frame has no place in a push")
-        lane.send(encode_frame(Type.ANSWER, body, number=header.number), time.monotonic() + _ANSWER_S)
+            raise WireError(f"a {header.type.name} frame is not allowed in a push")
+        connection.send(encode_frame(Type.ANSWER, body, number=header.number), time.monotonic() + _ANSWER_S)
 
     def _put(self, put: Put) -> bytes:
         spec, shard = self._space.spec, put.shard
@@ -119,7 +119,7 @@ class PushSession:
             if len(self._puts) + len(self._opening) >= MAX_PUTS or num_chunks > MAX_OPEN_CHUNKS:
                 raise PeerRefusedError(f"{MAX_PUTS} puts, or {MAX_OPEN_CHUNKS} chunks, are open", Refusal.TOO_MANY)
             self._opening.add(put.put)
-        parts: list[Part | Status] = []
+        parts: list[PushedPart | Status] = []
         is_open = False
         try:
             self._space.adopt(put.chunks[0].root, put.root_payload)
@@ -135,10 +135,10 @@ class PushSession:
             with self._lock:
                 self._opening.discard(put.put)
             if not is_open:
-                self._landing.abort_parts([part for part in parts if isinstance(part, Part)])
-        return bytes([Status.OK if isinstance(part, Part) else part for part in parts])
+                self._landing.abort_parts([part for part in parts if isinstance(part, PushedPart)])
+        return bytes([Status.OK if isinstance(part, PushedPart) else part for part in parts])
 
-    def _data(self, lane: Connection, data: Data, num_bytes: int, deadline: float) -> bytes:
+    def _data(self, connection: Connection, data: Data, num_bytes: int, deadline: float) -> bytes:
         """Receive straight into extents. Nothing is received before every length has been checked."""
         put, spec = self._puts.get(data.put), self._space.spec
         if put is None or data.chunks[-1] >= len(put.chunks) or data.layers.stop > spec.num_layers:
@@ -147,7 +147,7 @@ class PushSession:
         pieces, size, num_sums = list[_Piece](), 0, 0
         for number, layout in zip(data.chunks, layouts, strict=True):
             part = put.parts[number]
-            pieces.append(_Piece(number, layout, num_sums, part if isinstance(part, Part) else None))
+            pieces.append(_Piece(number, layout, num_sums, part if isinstance(part, PushedPart) else None))
             size += layout.num_bytes
             num_sums += layout.num_tiles
         if size != num_bytes or num_sums != data.sums.size:
@@ -163,7 +163,7 @@ class PushSession:
             else:
                 targets += self._waste(piece.layout.num_bytes)
         try:
-            lane.receive_into(targets, deadline)
+            connection.receive_into(targets, deadline)
             statuses = self._commit(data, pieces, entered)
         finally:
             self._landing.leave([p.part for p in entered if p.part is not None])
@@ -195,10 +195,10 @@ class PushSession:
         if is_end:
             with self._lock:
                 self._puts.pop(stop.put, None)
-            self._landing.abort_parts([part for part in put.parts if isinstance(part, Part)])
+            self._landing.abort_parts([part for part in put.parts if isinstance(part, PushedPart)])
         elif stop.chunks:
             self._cut(put, min(stop.chunks))
 
     def _cut(self, put: OpenPut, first: int) -> None:
         """Chunks of a put from this one on will not be complete: without it nobody could find the others."""
-        self._landing.abort_parts([part for part in put.parts[first:] if isinstance(part, Part)])
+        self._landing.abort_parts([part for part in put.parts[first:] if isinstance(part, PushedPart)])

@@ -34,7 +34,7 @@ from headwater.peers.channels import Channels, ChannelSettings
 from headwater.peers.follow import PeerFollower
 from headwater.peers.pull_wire import (
     MAX_KEYS,
-    NOBODY,
+    UNSPECIFIED,
     PageReader,
     decode_ages,
     decode_run_answer,
@@ -169,7 +169,7 @@ class PeerStore:
             with self._channels.use(space, end, is_question=True) as channel:
                 header, answer = channel.ask(kind, meta, end)
                 if header.data_bytes:
-                    raise WireError("an answer with data that nobody asked for")
+                    raise WireError("an answer has data that was not requested")
                 return decode(answer)
 
         return self._guarded("look-up", space, work, end)
@@ -291,7 +291,7 @@ class PeerStore:
 
     def lease(self, root: RootRef, key: bytes) -> Lease | None:
         """See `stores.base.Store.lease`: a use is noted there; more cannot be promised."""
-        used = self._used(root.space, [ChunkRef(key, NOBODY, 0, 0, 1, root.key)], is_use=True)
+        used = self._used(root.space, [ChunkRef(key, UNSPECIFIED, 0, 0, 1, root.key)], is_use=True)
         return _NoLease() if used[0] else None
 
     def pin(self, root: RootRef, key: bytes, pinned: bool) -> Status:

@@ -28,11 +28,11 @@ from headwater.errors import (
 )
 from headwater.peers.address import PeerAddress, is_loopback
 from headwater.peers.carriers import tcp
-from headwater.peers.hello import Greeting, Hello, Role, Welcome, new_greeting, open_space
+from headwater.peers.event_serving import EventSession
+from headwater.peers.hello import Greeting, Hello, PeerRole, Welcome, new_greeting, open_space
 from headwater.peers.landing import Landing
 from headwater.peers.push_session import PushSession
 from headwater.peers.serving import PullSession
-from headwater.peers.telling import TellingSession
 from headwater.peers.wire import Header, Refusal, Type, encode_frame, encode_refusal
 from headwater.pool.pool import Pool
 from headwater.pool.space import Space
@@ -41,7 +41,7 @@ log = logging.getLogger("headwater")
 
 HELLO_S = 5.0
 MAX_CONNECTIONS = 512
-MAX_STRANGERS = 64
+MAX_UNPROVEN = 64
 """Connections that have not proved anything yet."""
 _SLOWEST_RATE = 10e6
 """Bytes a second below which a peer counts as stopped."""
@@ -68,19 +68,19 @@ class Session(Protocol):
     """What a role does with its connections."""
 
     hello: Hello
-    heard_s: float
+    last_frame_s: float
 
     @property
     def has_begun(self) -> bool:
         """Whether silence is failure now."""
 
-    def join(self, lane: tcp.Connection) -> bool:
+    def join(self, connection: tcp.Connection) -> bool:
         """One more connection; False where the session is over."""
 
     def end(self) -> None:
         """Give everything up, and end all connections. Idempotent."""
 
-    def handle(self, lane: tcp.Connection, header: Header, meta: bytes, deadline: float) -> None:
+    def handle(self, connection: tcp.Connection, header: Header, meta: bytes, deadline: float) -> None:
         """Do what a frame says, and answer it."""
 
 
@@ -101,10 +101,10 @@ def _pull(receiver: Receiver, hello: Hello, space: Space | None) -> Session:
 
 
 def _follow(receiver: Receiver, hello: Hello, space: Space | None) -> Session:
-    return TellingSession(hello, receiver.pool.first_tier)
+    return EventSession(hello, receiver.pool.first_tier)
 
 
-ROLES: dict[Role, MakeSession] = {Role.PUSH: _push, Role.PULL: _pull, Role.FOLLOW: _follow}
+ROLES: dict[PeerRole, MakeSession] = {PeerRole.PUSH: _push, PeerRole.PULL: _pull, PeerRole.FOLLOW: _follow}
 
 
 class Receiver:
@@ -126,8 +126,8 @@ class Receiver:
         self.address = PeerAddress(address.host, self._sock.getsockname()[1])
         self._spaces: dict[bytes, Space] = {}
         self._sessions: dict[bytes, Session] = {}
-        self._lanes: dict[int, tcp.Connection] = {}
-        self._num_strangers = 0
+        self._connections: dict[int, tcp.Connection] = {}
+        self._num_unproven = 0
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -146,9 +146,9 @@ class Receiver:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
         with self._lock:
-            sessions, lanes = list(self._sessions.values()), list(self._lanes.values())
-        for lane in lanes:
-            lane.shut()
+            sessions, connections = list(self._sessions.values()), list(self._connections.values())
+        for connection in connections:
+            connection.shut()
         for session in sessions:
             session.end()
         for thread in list(self._threads):
@@ -158,7 +158,7 @@ class Receiver:
     def stats(self) -> dict[str, Any]:
         """Figures for people and metrics."""
         with self._lock:
-            open_now = {"connections": len(self._lanes), "sessions": len(self._sessions)}
+            open_now = {"connections": len(self._connections), "sessions": len(self._sessions)}
         landing = self.landing
         room = {"pending_bytes": landing.pending_bytes, "share_bytes": landing.share_bytes}
         return {"address": str(self.address), **open_now, **room, **self.counts, **landing.counts}
@@ -173,8 +173,8 @@ class Receiver:
                     time.sleep(0.05)  # out of descriptors, most likely
                 continue
             with self._lock:
-                is_room = len(self._lanes) < MAX_CONNECTIONS and self._num_strangers < MAX_STRANGERS
-                self._num_strangers += is_room
+                is_room = len(self._connections) < MAX_CONNECTIONS and self._num_unproven < MAX_UNPROVEN
+                self._num_unproven += is_room
             if not is_room:
                 self.counts["refused_too_many"] += 1
                 sock.close()
@@ -185,7 +185,7 @@ class Receiver:
             except RuntimeError as error:  # out of threads: this caller tries again
                 log.warning("a peer's connection failed: %s", error)
                 with self._lock:
-                    self._num_strangers -= 1
+                    self._num_unproven -= 1
                 self.counts["refused_too_many"] += 1
                 sock.close()
 
@@ -197,22 +197,22 @@ class Receiver:
     def _serve(self, sock: socket.socket) -> None:
         """One connection, from its greeting to its end."""
         session: Session | None = None
-        lane: tcp.Connection | None = None
+        connection: tcp.Connection | None = None
         try:
             try:
-                lane = tcp.wrap(sock, HELLO_S, self.settings.tls)
+                connection = tcp.wrap(sock, HELLO_S, self.settings.tls)
                 with self._lock:
-                    self._lanes[id(lane)] = lane
-                session = self._meet(lane)
+                    self._connections[id(connection)] = connection
+                session = self._meet(connection)
             finally:
                 with self._lock:
-                    self._num_strangers -= 1
+                    self._num_unproven -= 1
             while not self._closing.is_set():
-                self._next(lane, session)
+                self._next(connection, session)
         except PeerGoneError:
             self.counts["ended"] += 1
         except PeerError as error:
-            self._refuse(lane, error)
+            self._refuse(connection, error)
         except HeadwaterError as error:
             self.counts["failed"] += 1
             log.warning("a peer's connection failed: %s", error)
@@ -222,54 +222,54 @@ class Receiver:
         finally:
             if session is not None:
                 self._drop(session)
-            if lane is not None:
+            if connection is not None:
                 with self._lock:
-                    self._lanes.pop(id(lane), None)
-                lane.close()
+                    self._connections.pop(id(connection), None)
+                connection.close()
 
-    def _next(self, lane: tcp.Connection, session: Session) -> None:
+    def _next(self, connection: tcp.Connection, session: Session) -> None:
         """The next frame of a connection: it may be long in coming, unless something waits for it."""
         silence_s = self.settings.silence_s
-        raw = lane.await_header(lambda: self._is_silent(session))
-        session.heard_s = time.monotonic()
-        header, meta = lane.receive_meta(raw, session.heard_s + silence_s)
-        session.handle(lane, header, meta, session.heard_s + silence_s + header.data_bytes / _SLOWEST_RATE)
-        session.heard_s = time.monotonic()
+        raw = connection.await_header(lambda: self._is_silent(session))
+        session.last_frame_s = time.monotonic()
+        header, meta = connection.receive_meta(raw, session.last_frame_s + silence_s)
+        session.handle(connection, header, meta, session.last_frame_s + silence_s + header.data_bytes / _SLOWEST_RATE)
+        session.last_frame_s = time.monotonic()
 
     def _is_silent(self, session: Session) -> bool:
-        late = time.monotonic() - session.heard_s > self.settings.silence_s
+        late = time.monotonic() - session.last_frame_s > self.settings.silence_s
         return self._closing.is_set() or (late and session.has_begun)
 
-    def _refuse(self, lane: tcp.Connection | None, error: PeerError) -> None:
+    def _refuse(self, connection: tcp.Connection | None, error: PeerError) -> None:
         code = Refusal.SILENCE if isinstance(error, PeerTimeoutError) else Refusal.NOT_OURS
         if isinstance(error, PeerRefusedError) and error.code in list(Refusal):
             code = Refusal(error.code)
         self.counts[f"refused_{code.name.lower()}"] += 1
-        log.info("a peer is refused: %s", error)
-        if lane is not None:
+        log.info("refused a peer: %s", error)
+        if connection is not None:
             with contextlib.suppress(PeerError):
-                lane.send(encode_refusal(code, str(error)), time.monotonic() + 0.5)
+                connection.send(encode_refusal(code, str(error)), time.monotonic() + 0.5)
 
     # ---- meeting ------------------------------------------------------------------------------------------------
-    def _meet(self, lane: tcp.Connection) -> Session:
+    def _meet(self, connection: tcp.Connection) -> Session:
         """Greet, hear the hello, check everything, answer. Raises PeerError; nothing was allocated then."""
         deadline, secret = time.monotonic() + HELLO_S, self.settings.secret
         greeting: Greeting = new_greeting(secret)
         said = greeting.encode()
-        lane.send(encode_frame(Type.GREETING, said), deadline)
-        _, meta = lane.receive(deadline, Type.HELLO)  # nothing else of a stranger's is taken into memory
+        connection.send(encode_frame(Type.GREETING, said), deadline)
+        _, meta = connection.receive(deadline, Type.HELLO)  # nothing else of a stranger's is taken into memory
         hello = Hello.decode(meta, said, secret)
-        session = self._session(hello, lane)
+        session = self._session(hello, connection)
         welcome = Welcome(int(self.settings.silence_s * 1000), self.landing.share_bytes)
         try:
-            lane.send(encode_frame(Type.WELCOME, welcome.encode(said, meta, secret)), deadline)
+            connection.send(encode_frame(Type.WELCOME, welcome.encode(said, meta, secret)), deadline)
         except PeerError:
             self._drop(session)
             raise
         self.counts["welcomed"] += 1
         return session
 
-    def _session(self, hello: Hello, lane: tcp.Connection) -> Session:
+    def _session(self, hello: Hello, connection: tcp.Connection) -> Session:
         make = ROLES.get(hello.role)
         if make is None:
             raise PeerRefusedError(f"{hello.role.name} is not offered here", Refusal.ROLE)
@@ -278,13 +278,13 @@ class Receiver:
         with self._lock:
             session = self._sessions.get(hello.session)
             if session is not None and (session.hello.caller, session.hello.scope) != (hello.caller, hello.scope):
-                raise PeerRefusedError("that session is another caller's", Refusal.NOT_OURS)
+                raise PeerRefusedError("that session belongs to another caller", Refusal.NOT_OURS)
             if session is None:
                 replaced = [old for old in self._sessions.values() if old.hello.caller == hello.caller]
                 session = self._sessions[hello.session] = make(self, hello, space)
         for old in replaced:
             self._drop(old)
-        if not session.join(lane):
+        if not session.join(connection):
             raise PeerRefusedError("that session is over", Refusal.NOT_OURS)
         return session
 

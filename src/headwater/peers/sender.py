@@ -28,10 +28,10 @@ from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress, parse_address
-from headwater.peers.caller import Caller, LinkSettings
-from headwater.peers.hello import Role, describe_space, scope_of
-from headwater.peers.link import Link
-from headwater.peers.outgoing import Batch, Transfer
+from headwater.peers.caller import LinkSettings, PeerCaller
+from headwater.peers.hello import PeerRole, describe_space, scope_of
+from headwater.peers.link import PeerLink
+from headwater.peers.outgoing import PushBatch, PushTransfer
 from headwater.peers.wire import MAX_PUT_CHUNKS
 from headwater.pool.space import Space
 
@@ -45,7 +45,9 @@ def transfer_name(text: str) -> bytes:
     try:
         name = bytes.fromhex(text)
     except (ValueError, TypeError) as error:
-        raise InvalidArgumentError(f"{str(text)[:80]!r} is no id of a transfer; expected hexadecimal digits") from error
+        raise InvalidArgumentError(
+            f"{str(text)[:80]!r} is not the id of a transfer; expected hexadecimal digits"
+        ) from error
     if not 1 <= len(name) <= TRANSFER_BYTES:
         raise InvalidArgumentError(f"an id of a transfer has 2 to {2 * TRANSFER_BYTES} hexadecimal digits")
     return name.ljust(TRANSFER_BYTES, b"\0")
@@ -73,12 +75,12 @@ class PeerSender:
         self._space = space
         self._shard = shard
         self._settings = settings or LinkSettings()
-        self._caller = Caller(
-            Role.PUSH, server or secrets.randbits(62) | 1, rank, scope_of(space), describe_space(space)
+        self._caller = PeerCaller(
+            PeerRole.PUSH, server or secrets.randbits(62) | 1, rank, scope_of(space), describe_space(space)
         )
         self.counts: Counter[str] = Counter()
-        self._links: dict[PeerAddress, Link] = {}
-        self._transfers: dict[bytes, tuple[Link, Transfer]] = {}
+        self._links: dict[PeerAddress, PeerLink] = {}
+        self._transfers: dict[bytes, tuple[PeerLink, PushTransfer]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -100,7 +102,7 @@ class PeerSender:
         link, outgoing = known
         outgoing.used_s = time.monotonic()
         for at in range(0, len(chunks), MAX_PUT_CHUNKS):
-            batch = Batch(outgoing, tuple(chunks[at : at + MAX_PUT_CHUNKS]), root)
+            batch = PushBatch(outgoing, tuple(chunks[at : at + MAX_PUT_CHUNKS]), root)
             outgoing.batches.append(batch)
             if not link.tell(lambda batch=batch: link.begin(batch)):  # type: ignore[misc]
                 self.counts["chunks_dropped"] += batch.drop_from(0)
@@ -194,11 +196,11 @@ class PeerSender:
         for link in links:
             link.close(timeout_s)
 
-    def _open_links(self) -> list[Link]:
+    def _open_links(self) -> list[PeerLink]:
         with self._lock:
             return list(self._links.values())
 
-    def _transfer(self, name: bytes, address: PeerAddress) -> tuple[Link, Transfer] | None:
+    def _transfer(self, name: bytes, address: PeerAddress) -> tuple[PeerLink, PushTransfer] | None:
         known = self._transfers.get(name)
         if known is not None and known[0].address == address:
             return known
@@ -208,8 +210,8 @@ class PeerSender:
         if link is None:
             if len(self._links) >= MAX_PEERS:
                 return None
-            link = self._links[address] = Link(
+            link = self._links[address] = PeerLink(
                 address, self._space, self._shard, self._caller, self._settings, self.counts
             )
-        made = self._transfers[name] = link, Transfer(name)
+        made = self._transfers[name] = link, PushTransfer(name)
         return made

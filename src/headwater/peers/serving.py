@@ -22,7 +22,7 @@ from headwater.peers.carriers.tcp import Connection
 from headwater.peers.hello import Hello
 from headwater.peers.pull_wire import (
     MAX_READ_BYTES,
-    NOBODY,
+    UNSPECIFIED,
     Read,
     decode_exists,
     decode_run,
@@ -43,14 +43,14 @@ _SLOW_READS = 4
 Sums = npt.NDArray[np.uint64]
 
 
-class Lanes:
+class PeerSession:
     """The connections of a session that has nothing to give up when they end."""
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
-        self.heard_s = time.monotonic()
+        self.last_frame_s = time.monotonic()
         self._lock = threading.Lock()
-        self._lanes: list[Connection] = []
+        self._connections: list[Connection] = []
         self.is_over = False
 
     @property
@@ -58,22 +58,22 @@ class Lanes:
         """Silence is no failure: nothing waits for the caller."""
         return False
 
-    def join(self, lane: Connection) -> bool:
+    def join(self, connection: Connection) -> bool:
         """One more connection; False where the session is over."""
         with self._lock:
             if not self.is_over:
-                self._lanes.append(lane)
+                self._connections.append(connection)
             return not self.is_over
 
     def end(self) -> None:
         """End all connections. Idempotent."""
         with self._lock:
-            lanes, self._lanes, self.is_over = self._lanes, [], True
-        for lane in lanes:
-            lane.shut()
+            connections, self._connections, self.is_over = self._connections, [], True
+        for connection in connections:
+            connection.shut()
 
 
-class PullSession(Lanes):
+class PullSession(PeerSession):
     """One caller's look-ups and reads in one space."""
 
     _slow = threading.BoundedSemaphore(_SLOW_READS)
@@ -84,12 +84,12 @@ class PullSession(Lanes):
         self._space = space
         self._store = store
 
-    def handle(self, lane: Connection, header: Header, meta: bytes, deadline: float) -> None:
+    def handle(self, connection: Connection, header: Header, meta: bytes, deadline: float) -> None:
         """Do what a frame says, and answer it. Raises PeerError where the connection must be closed."""
         if header.data_bytes:
-            raise WireError("a pull brings no data")
+            raise WireError("a pull request must not carry data")
         if header.type == Type.READ:
-            self._read(lane, header.number, self._decode(meta))
+            self._read(connection, header.number, self._decode(meta))
             return
         if header.type == Type.RUN:
             root, keys = decode_run(meta)
@@ -101,17 +101,18 @@ class PullSession(Lanes):
         elif header.type == Type.PING:
             body = b""
         else:
-            raise WireError(f"a {header.type.name} frame has no place in a pull")
-        lane.send(encode_frame(Type.ANSWER, body, number=header.number), time.monotonic() + _ANSWER_S)
+            raise WireError(f"a {header.type.name} frame is not allowed in a pull")
+        connection.send(encode_frame(Type.ANSWER, body, number=header.number), time.monotonic() + _ANSWER_S)
 
     def _exists(self, pairs: Sequence[tuple[bytes, bytes]], is_use: bool) -> bytes:
         chunks = [ChunkRef(key, parent, 0, 0, 1, b"") for key, parent in pairs]
         keys = [chunk.key for chunk in chunks]
         there = self._store.exists(self._root(b""), chunks)
-        if NOBODY in [parent for _, parent in pairs]:  # to keep one that was found before
+        if UNSPECIFIED in [parent for _, parent in pairs]:  # to keep one that was found before
             is_pending = self._store.being_filled(keys)
             there = [
-                seen or (c.parent == NOBODY and not p) for c, seen, p in zip(chunks, there, is_pending, strict=True)
+                seen or (c.parent == UNSPECIFIED and not p)
+                for c, seen, p in zip(chunks, there, is_pending, strict=True)
             ]
         used = [age if seen else 0 for age, seen in zip(self._store.ages(keys), there, strict=True)]
         if is_use:
@@ -133,7 +134,7 @@ class PullSession(Lanes):
         return read
 
     # ---- reading ------------------------------------------------------------------------------------------------
-    def _read(self, lane: Connection, number: int, read: Read) -> None:
+    def _read(self, connection: Connection, number: int, read: Read) -> None:
         """Send tiles from where they lie; those that cannot be lent (files, tiles in parts) from a verified copy."""
         deadline = time.monotonic() + min(read.within_ms / 1000, _LONGEST_READ_S)
         root, chunks, shard = self._root(read.chunks[0].root), read.chunks, read.shard
@@ -160,7 +161,7 @@ class PullSession(Lanes):
                         sums.append(tile_sums(copies[i]))
                 size = sum([len(piece) for piece in pieces])
                 frame = encode_frame(Type.ANSWER, encode_read_answer(statuses, sums), data_bytes=size, number=number)
-                lane.send(frame, deadline, pieces)
+                connection.send(frame, deadline, pieces)
             finally:
                 if rest:
                     self._slow.release()

@@ -116,7 +116,7 @@ class Header(NamedTuple):
     def check(self, meta: bytes | bytearray | memoryview) -> None:
         """Raise WireError unless header and meta came as they were sent."""
         if len(meta) != self.meta_bytes or checksum(self.raw[:_UNSUMMED] + bytes(meta)) != self.sum:
-            raise WireError(f"a {self.type.name} frame does not have its checksum")
+            raise WireError(f"the checksum of a {self.type.name} frame does not match")
 
 
 def encode_frame(kind: Type, meta: bytes = b"", *, data_bytes: int = 0, number: int = 0) -> bytes:
@@ -132,11 +132,11 @@ def decode_header(raw: bytes) -> Header:
     """A header as it came. Raises WireError for anything that this Headwater would not send."""
     magic, kind, flags, meta_bytes, data_bytes, number, reserved, total = HEADER.unpack(raw)
     if magic != MAGIC or flags or reserved:
-        raise WireError("these bytes are no frame of Headwater's")
+        raise WireError("these bytes are not a Headwater frame; is the other end a peer?")
     try:
         bounds = BOUNDS[Type(kind)]
     except ValueError as error:
-        raise WireError(f"there is no frame of type {kind}") from error
+        raise WireError(f"unknown frame type {kind}") from error
     if meta_bytes > bounds.meta_bytes or data_bytes > bounds.data_bytes:
         raise WireError(f"a {Type(kind).name} frame of {meta_bytes} + {data_bytes} bytes is out of bounds ({bounds})")
     return Header(Type(kind), meta_bytes, data_bytes, number, total, raw)
@@ -232,9 +232,9 @@ class Put:
             put, transfer, root, parent, number, count, last, *rest = _PUT.unpack(cursor.take(_PUT.size))
             start, stop, step, head, heads_stop, replicas, replica, encoding, payload_bytes, _ = rest
             if not 1 <= count <= MAX_PUT_CHUNKS or not 1 <= last <= chunk_tokens or payload_bytes > MAX_ROOT_PAYLOAD:
-                raise WireError(f"a put of {count} chunks whose last has {last} tokens cannot be")
+                raise WireError(f"a put of {count} chunks, the last with {last} tokens, is out of bounds")
             if max(stop, heads_stop) >= 1 << 20 or number + count >= 1 << 32 or not 1 <= replicas <= 1 << 16:
-                raise WireError("a put names layers, heads or chunks that cannot be")
+                raise WireError("a put names layers, heads or chunks out of bounds")
             shard = Shard(range(start, stop, step), range(head, heads_stop), replicas=replicas, replica=replica)
             payload = cursor.take(payload_bytes)
             keys = cursor.take(count * KEY_BYTES)
@@ -242,7 +242,7 @@ class Put:
         except WireError:
             raise
         except (struct.error, ValueError) as error:
-            raise WireError(f"a put that cannot be: {error}") from error
+            raise WireError(f"a malformed put: {error}") from error
         split = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
         if len({root, parent, *split}) < count + 1 + (parent != root):
             raise WireError("a put names a chunk twice")
@@ -277,7 +277,7 @@ class Data:
         cursor = Cursor(meta)
         put, start, stop, count, num_sums = cursor.unpack(_DATA)
         if not start < stop < 1 << 20 or not 1 <= count <= MAX_PUT_CHUNKS or num_sums > _MIB:
-            raise WireError(f"data of layers {start} to {stop} of {count} chunks cannot be")
+            raise WireError(f"data of layers {start} to {stop} of {count} chunks is out of bounds")
         numbers = np.frombuffer(cursor.take(4 * count), "<u4")
         sums = np.frombuffer(cursor.take(8 * num_sums), "<u8")
         cursor.end()

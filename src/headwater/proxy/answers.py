@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from headwater.errors import RequestError
 from headwater.proxy.calls import CallBody
-from headwater.proxy.fleet import Server
+from headwater.proxy.fleet import FleetServer
 from headwater.proxy.legs import RETRIED, Attempt
 from headwater.proxy.upstream import Headers, UpstreamError, end_to_end
 from headwater.serve.connections import BodyRoom
@@ -59,7 +59,7 @@ class CompletionAnswer(Response):
         assert call is not None
         prompt = await self._proxy.keys_of(call)
         refusal: _Refusal | None = None
-        tried: list[Server] = []
+        tried: list[FleetServer] = []
         next_attempt = partial(self._proxy.attempt, call, prompt, self._target, self._request_headers)
         while (attempt := next_attempt(tried)) is not None:
             tried.append(attempt.server)
@@ -70,7 +70,7 @@ class CompletionAnswer(Response):
                     await attempt.begin()
                 except UpstreamError as error:
                     attempt.server.note_failure(error)
-                    log.warning("a request found no answer: %s", error)
+                    log.warning("no server answered a request: %s", error)
                     continue
                 if attempt.status not in RETRIED:
                     # Streams may go on for long: nothing of the request stays.
@@ -133,7 +133,7 @@ class PassedAnswer(Response):
             self._room.release()
 
     async def _run(self, send: Send) -> None:
-        tried: list[Server] = []
+        tried: list[FleetServer] = []
         while (server := self._proxy.any_server(tried)) is not None:
             tried.append(server)
             server.num_running += 1
@@ -142,14 +142,14 @@ class PassedAnswer(Response):
                 return
             except UpstreamError as error:
                 server.note_failure(error)
-                log.warning("a request found no answer: %s", error)
-                if not (error.refused or self._method == "GET") or error.heard:
+                log.warning("no server answered a request: %s", error)
+                if not (error.refused or self._method == "GET") or error.replied:
                     break  # it may have done what it was asked
             finally:
                 server.num_running -= 1
         raise RequestError(f"no server answered ({len(tried)} tried); try again later", code="no_server")
 
-    async def _pass(self, server: Server, send: Send) -> None:
+    async def _pass(self, server: FleetServer, send: Send) -> None:
         timely = self._proxy.timely
         reply = await timely(
             server.upstream.request(self._method, self._target, self._request_headers, self._body), first=True

@@ -22,10 +22,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headwater.errors import HeadwaterError, RequestError
 from headwater.proxy.answers import CompletionAnswer, PassedAnswer
 from headwater.proxy.calls import CallBody, parse_call
-from headwater.proxy.choice import Choice, Router, without
+from headwater.proxy.choice import Router, ServerChoice, without
 from headwater.proxy.config import ProxyConfig
-from headwater.proxy.fleet import Fleet, Role, Server
-from headwater.proxy.keys import MAX_KEYED_BYTES, PromptKeys, Tokens, tokens_of
+from headwater.proxy.fleet import Fleet, FleetServer, ServerRole
+from headwater.proxy.keys import MAX_KEYED_BYTES, PromptKeys, PromptTokenizer, tokens_of
 from headwater.proxy.legs import Attempt
 from headwater.proxy.metrics import ProxyMetrics
 from headwater.proxy.upstream import Headers, UpstreamError, end_to_end
@@ -51,7 +51,12 @@ class Proxy:
     """What all requests share: the servers, the index and the bounds."""
 
     def __init__(
-        self, config: ProxyConfig, fleet: Fleet, router: Router, metrics: ProxyMetrics, tokenizer: Tokens | None = None
+        self,
+        config: ProxyConfig,
+        fleet: Fleet,
+        router: Router,
+        metrics: ProxyMetrics,
+        tokenizer: PromptTokenizer | None = None,
     ) -> None:
         self.config = config
         self.fleet = fleet
@@ -80,13 +85,16 @@ class Proxy:
         return PromptKeys(call, await self._in_thread(lambda: tokens_of(call, tokenizer)))
 
     def attempt(
-        self, call: CallBody, prompt: PromptKeys, target: str, headers: Headers, tried: Sequence[Server]
+        self, call: CallBody, prompt: PromptKeys, target: str, headers: Headers, tried: Sequence[FleetServer]
     ) -> Attempt | None:
         """The next try of a request, with its prefill leg if that is worth it; None when nobody is left to ask."""
         if len(tried) >= self.config.max_attempts:
             return None
         started = time.perf_counter()
-        servers = without(self.fleet.of(Role.DECODE), tried) or without(self.fleet.last_resort(Role.DECODE), tried)[:1]
+        servers = (
+            without(self.fleet.of(ServerRole.DECODE), tried)
+            or without(self.fleet.last_resort(ServerRole.DECODE), tried)[:1]
+        )
         if not servers:
             return None
         choose = self.router.choose if self.config.policy == "cost" else self.router.round_robin
@@ -98,15 +106,15 @@ class Proxy:
             self.metrics.prompt_tokens.inc(choice.num_tokens)
             self.metrics.expected_tokens.inc(choice.cached_tokens)
         if self.config.prefill:
-            prefill = self.fleet.of(Role.PREFILL)
+            prefill = self.fleet.of(ServerRole.PREFILL)
             decision = self._prefill_decision(call, choice, prefill)
             self.metrics.prefills.labels(decision).inc()
             if decision == "remote":
                 attempt.prefill(self.router, prompt, prefill)
         return attempt
 
-    def _prefill_decision(self, call: CallBody, choice: Choice, servers: Sequence[Server]) -> str:
-        assert isinstance(choice.server, Server)
+    def _prefill_decision(self, call: CallBody, choice: ServerChoice, servers: Sequence[FleetServer]) -> str:
+        assert isinstance(choice.server, FleetServer)
         if not call.is_single:
             return "many"
         if choice.uncached_tokens < self.config.min_prefill_tokens:
@@ -118,11 +126,13 @@ class Proxy:
             return "no_peer"
         return "remote" if servers else "no_server"
 
-    def any_server(self, tried: Sequence[Server]) -> Server | None:
+    def any_server(self, tried: Sequence[FleetServer]) -> FleetServer | None:
         """A decode server for what has no prompt: the one with the least to do."""
-        servers = without(self.fleet.of(Role.DECODE), tried) or without(self.fleet.last_resort(Role.DECODE), tried)
+        servers = without(self.fleet.of(ServerRole.DECODE), tried) or without(
+            self.fleet.last_resort(ServerRole.DECODE), tried
+        )
         found = min(servers, key=lambda server: server.num_in_flight / server.weight, default=None)
-        assert found is None or isinstance(found, Server)
+        assert found is None or isinstance(found, FleetServer)
         return found
 
     async def timely(self, work: Awaitable[_Result], *, first: bool) -> _Result:
@@ -132,7 +142,7 @@ class Proxy:
             async with asyncio.timeout(limit_s):
                 return await work
         except TimeoutError:
-            raise UpstreamError(f"nothing came for {limit_s:g} s", heard=True) from None
+            raise UpstreamError(f"nothing came for {limit_s:g} s", replied=True) from None
 
     # ---- endpoints ----------------------------------------------------------------------------------------------
     async def chat(self, request: Request) -> Response:
@@ -155,10 +165,10 @@ class Proxy:
 
     async def health(self, request: Request) -> Response:
         """200 while a decode server is up, else 503; 503 also while the proxy itself is stopping."""
-        counts = {role.value: len(self.fleet.of(role)) for role in Role}
+        counts = {role.value: len(self.fleet.of(role)) for role in ServerRole}
         if self.is_draining:
             return _json({"status": "draining"} | counts, 503)
-        is_ok = counts[Role.DECODE.value] > 0
+        is_ok = counts[ServerRole.DECODE.value] > 0
         return _json({"status": "ok" if is_ok else "no decode server is up"} | counts, 200 if is_ok else 503)
 
     async def metrics_page(self, request: Request) -> Response:

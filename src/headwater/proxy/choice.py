@@ -21,7 +21,7 @@ RECENT_S = 10.0
 RECENT_BLOCKS = 1 << 16
 
 
-class Candidate:
+class ServerCandidate:
     """A server, as far as choosing needs to know it."""
 
     def __init__(self, name: str, router: Router, *, weight: float = 1.0, scheme: Scheme = TEXT) -> None:
@@ -61,10 +61,10 @@ class Candidate:
         self.sent_bit, self.recent_bit = bits.take(), bits.take()
 
 
-class Choice(NamedTuple):
+class ServerChoice(NamedTuple):
     """A server for a prompt, and what it has to compute for it."""
 
-    server: Candidate
+    server: ServerCandidate
     num_tokens: int
     cached_tokens: int
 
@@ -74,10 +74,10 @@ class Choice(NamedTuple):
         return self.num_tokens - self.cached_tokens
 
 
-class Ticket:
+class RoutingTicket:
     """A request's part in the load of its server. Every method may be called twice."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: ServerChoice) -> None:
         self._server = choice.server
         self._queued_tokens: int | None = choice.uncached_tokens
         self._is_open = True
@@ -122,16 +122,16 @@ class Router:
         self.recent = History(RECENT_BLOCKS, RECENT_S, clock)
         self._turn = 0
 
-    def choose(self, prompt: PromptKeys, servers: Sequence[Candidate]) -> Choice:
+    def choose(self, prompt: PromptKeys, servers: Sequence[ServerCandidate]) -> ServerChoice:
         """The cheapest of the servers, of which there is at least one. Costs about the hashing of the prompt once more
         at most. Equals take turns."""
         return min(self.costs(prompt, servers), key=_cost)
 
-    def round_robin(self, prompt: PromptKeys, servers: Sequence[Candidate]) -> Choice:
+    def round_robin(self, prompt: PromptKeys, servers: Sequence[ServerCandidate]) -> ServerChoice:
         """The next server, whatever it has: to compare with."""
         return min(self.costs(prompt, servers), key=lambda choice: choice.server.last_turn)
 
-    def costs(self, prompt: PromptKeys, servers: Sequence[Candidate]) -> list[Choice]:
+    def costs(self, prompt: PromptKeys, servers: Sequence[ServerCandidate]) -> list[ServerChoice]:
         """What each server would have to compute."""
         self.sent.turn()
         self.recent.turn()
@@ -139,15 +139,15 @@ class Router:
         by_scheme: dict[int, list[int]] = {}
         for number, server in enumerate(servers):
             by_scheme.setdefault(id(server.scheme), []).append(number)
-        choices: list[Choice | None] = [None] * len(servers)
+        choices: list[ServerChoice | None] = [None] * len(servers)
         for numbers in by_scheme.values():
             keyed = prompt.of(servers[numbers[0]].scheme)
             lengths = runs(keyed.keys, [servers[number].mask for number in numbers], tables)
             for number, length in zip(numbers, lengths, strict=True):
-                choices[number] = Choice(servers[number], keyed.num_tokens, keyed.cached_tokens(length))
+                choices[number] = ServerChoice(servers[number], keyed.num_tokens, keyed.cached_tokens(length))
         return [choice for choice in choices if choice is not None]
 
-    def send(self, prompt: PromptKeys, choice: Choice) -> Ticket:
+    def send(self, prompt: PromptKeys, choice: ServerChoice) -> RoutingTicket:
         """Note that the prompt goes to its server."""
         server = choice.server
         self._turn += 1
@@ -157,15 +157,15 @@ class Router:
             self.recent.note(keys, server.recent_bit)
         else:
             self.sent.note(keys, server.sent_bit)
-        return Ticket(choice)
+        return RoutingTicket(choice)
 
 
-def _cost(choice: Choice) -> tuple[float, float, int]:
+def _cost(choice: ServerChoice) -> tuple[float, float, int]:
     server = choice.server
     tokens = choice.uncached_tokens + server.load_tokens
     return tokens / server.weight, server.num_in_flight / server.weight, server.last_turn
 
 
-def without(servers: Sequence[Candidate], tried: Collection[Candidate]) -> list[Candidate]:
+def without(servers: Sequence[ServerCandidate], tried: Collection[ServerCandidate]) -> list[ServerCandidate]:
     """The servers that were not tried."""
     return [server for server in servers if server not in tried]

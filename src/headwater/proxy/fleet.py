@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from headwater.proxy.choice import Candidate, Router
+from headwater.proxy.choice import Router, ServerCandidate
 from headwater.proxy.config import ProxyConfig, ServerSpec
 from headwater.proxy.upstream import Upstream, UpstreamError
 
@@ -28,17 +28,17 @@ MAX_HEALTH_BYTES = 1 << 16
 log = logging.getLogger("headwater.proxy")
 
 
-class Role(StrEnum):
+class ServerRole(StrEnum):
     """What a server is used for."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class Server(Candidate):
+class FleetServer(ServerCandidate):
     """One server: its connections, its state and its load."""
 
-    def __init__(self, spec: ServerSpec, role: Role, router: Router, config: ProxyConfig) -> None:
+    def __init__(self, spec: ServerSpec, role: ServerRole, router: Router, config: ProxyConfig) -> None:
         super().__init__(spec.url, router, weight=spec.weight)
         self.spec = spec
         self.role = role
@@ -127,21 +127,21 @@ class Server(Candidate):
 class Fleet:
     """All servers, and the tasks that watch them."""
 
-    def __init__(self, servers: Sequence[Server], config: ProxyConfig) -> None:
+    def __init__(self, servers: Sequence[FleetServer], config: ProxyConfig) -> None:
         self.servers = list(servers)
         self._config = config
         self._watching: list[asyncio.Task[None]] = []
 
-    def of(self, role: Role) -> list[Server]:
+    def of(self, role: ServerRole) -> list[FleetServer]:
         """The servers of a role that may get requests."""
         return [server for server in self.servers if server.role is role and server.is_usable]
 
-    def last_resort(self, role: Role) -> list[Server]:
+    def last_resort(self, role: ServerRole) -> list[FleetServer]:
         """Servers that seem to be down or are drained: better asked than nobody. Drained ones come last."""
         others = [server for server in self.servers if server.role is role and not server.is_usable]
         return sorted(others, key=lambda server: server.is_draining)
 
-    def find(self, name: str) -> list[Server]:
+    def find(self, name: str) -> list[FleetServer]:
         """The servers of a URL: one that is used for both roles is there twice."""
         return [server for server in self.servers if server.name == name.rstrip("/").removesuffix("/v1")]
 
@@ -158,7 +158,7 @@ class Fleet:
         for server in self.servers:
             server.upstream.close()
 
-    async def _watch(self, server: Server) -> None:
+    async def _watch(self, server: FleetServer) -> None:
         while True:
             await server.wait_suspect(self._config.health_interval_s)
             server.upstream.prune()

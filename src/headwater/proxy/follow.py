@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from headwater.errors import HeadwaterError
 from headwater.proxy.choice import Router
 from headwater.proxy.config import ServerSpec
-from headwater.proxy.fleet import Server
+from headwater.proxy.fleet import FleetServer
 from headwater.proxy.index import Mask
 from headwater.proxy.keys import Scheme
 
@@ -83,7 +83,7 @@ class EventSource(Protocol):
 class Feed:
     """One source, the servers that it speaks for, and their place in the index."""
 
-    def __init__(self, source: EventSource, servers: Sequence[Server], router: Router) -> None:
+    def __init__(self, source: EventSource, servers: Sequence[FleetServer], router: Router) -> None:
         self.source = source
         self.servers = list(servers)
         self.num_repairs = 0
@@ -206,10 +206,10 @@ def make_source(spec: ServerSpec) -> EventSource:
 
 
 async def follow_servers(
-    servers: Sequence[Server], router: Router, *, has_tokens: bool, make: MakeSource = make_source
+    servers: Sequence[FleetServer], router: Router, *, has_tokens: bool, make: MakeSource = make_source
 ) -> Following:
     """Follow the servers that have events. Servers with the same pool share one feed."""
-    shared: dict[str, list[Server]] = {}
+    shared: dict[str, list[FleetServer]] = {}
     for server in servers:
         if (address := server.spec.pool or server.spec.events) is not None:
             shared.setdefault(address, []).append(server)

@@ -37,7 +37,7 @@ class Keyed(NamedTuple):
         return max(0, min(num_blocks * self.block_tokens, self.num_tokens - 1))
 
 
-class Tokens(Protocol):
+class PromptTokenizer(Protocol):
     """What is needed of a tokenizer. Calls come from one thread at a time."""
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]: ...
@@ -141,7 +141,7 @@ def canonical_text(call: CallBody) -> bytes:
     return b""
 
 
-def tokens_of(call: CallBody, tokenizer: Tokens) -> list[int] | None:
+def tokens_of(call: CallBody, tokenizer: PromptTokenizer) -> list[int] | None:
     """The tokens that the servers will make of a prompt; None for prompts that are no plain text, such as images or
     calls of tools. Takes milliseconds for long prompts."""
     prompt = call.prompt
@@ -181,11 +181,11 @@ def _plain_messages(messages: Any) -> list[dict[str, str]] | None:
     return plain
 
 
-def load_tokenizer(path: str) -> Tokens:
+def load_tokenizer(path: str) -> PromptTokenizer:
     """The tokenizer of a checkpoint. Takes seconds; needs `headwater[engine]`."""
     from headwater.models.checkpoint import open_checkpoint
 
     return open_checkpoint(path).load_tokenizer()
 
 
-LoadTokenizer = Callable[[str], Tokens]
+LoadTokenizer = Callable[[str], PromptTokenizer]

@@ -15,12 +15,12 @@ from typing import Self
 
 from headwater.errors import RequestError
 from headwater.proxy.calls import CallBody
-from headwater.proxy.choice import Choice, Router, Ticket, without
+from headwater.proxy.choice import Router, RoutingTicket, ServerChoice, without
 from headwater.proxy.config import ProxyConfig
-from headwater.proxy.fleet import Role, Server
+from headwater.proxy.fleet import FleetServer, ServerRole
 from headwater.proxy.keys import PromptKeys
 from headwater.proxy.metrics import ProxyMetrics
-from headwater.proxy.upstream import Headers, Reply, UpstreamError
+from headwater.proxy.upstream import Headers, UpstreamError, UpstreamReply
 from headwater.proxy.usage import EventFilter, cached_tokens, with_cached_tokens
 from headwater.serve.connections import BodyBudget
 
@@ -45,13 +45,13 @@ class Attempt:
         call: CallBody,
         target: str,
         headers: Headers,
-        choice: Choice,
-        ticket: Ticket,
+        choice: ServerChoice,
+        ticket: RoutingTicket,
         config: ProxyConfig,
         metrics: ProxyMetrics,
         replies: BodyBudget,
     ) -> None:
-        assert isinstance(choice.server, Server)
+        assert isinstance(choice.server, FleetServer)
         self.server = choice.server
         self._call: CallBody | None = call
         self._streams = call.streams
@@ -67,12 +67,12 @@ class Attempt:
         self._config = config
         self._metrics = metrics
         self._ticket = ticket
-        self._reply: Reply | None = None
+        self._reply: UpstreamReply | None = None
         self._transfer: str | None = None
         self._prefilling: asyncio.Task[None] | None = None
         self._outcome = "cancelled"
 
-    def prefill(self, router: Router, prompt: PromptKeys, servers: Sequence[Server]) -> None:
+    def prefill(self, router: Router, prompt: PromptKeys, servers: Sequence[FleetServer]) -> None:
         """Start the prefill leg, on the cheapest of the servers."""
         assert self.server.peer is not None
         self._transfer = secrets.token_hex(16)
@@ -134,14 +134,14 @@ class Attempt:
         if events is not None and (rest := events.finish()):
             yield rest
 
-    async def _next_piece(self, reply: Reply) -> bytes:
+    async def _next_piece(self, reply: UpstreamReply) -> bytes:
         limit_s = self._config.idle_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 return await reply.read()
         except TimeoutError:
             self._outcome = "broken"
-            raise UpstreamError(f"{self.server.name} sent nothing for {limit_s:g} s", heard=True) from None
+            raise UpstreamError(f"{self.server.name} sent nothing for {limit_s:g} s", replied=True) from None
         except UpstreamError:
             self._outcome = "broken"
             raise
@@ -156,18 +156,18 @@ class Attempt:
         else:
             await self._whole(reply)
 
-    async def _first_event(self, reply: Reply) -> None:
+    async def _first_event(self, reply: UpstreamReply) -> None:
         kind = reply.header(b"content-type")
         if not kind.lower().startswith(b"text/event-stream"):
-            raise UpstreamError(f"{self.server.name} answered a stream with {kind[:100]!r}", heard=True)
+            raise UpstreamError(f"{self.server.name} answered a stream with {kind[:100]!r}", replied=True)
         self.body = await reply.read()
         if not self.body:
-            raise UpstreamError(f"{self.server.name} ended a stream before its first event", heard=True)
+            raise UpstreamError(f"{self.server.name} ended a stream before its first event", replied=True)
         if self.body.startswith(_FIRST_ERROR):
             # The status had gone out before the server knew better.
             self.status = 503
 
-    async def _whole(self, reply: Reply) -> None:
+    async def _whole(self, reply: UpstreamReply) -> None:
         body = bytearray()
         while piece := await reply.read():
             body += piece
@@ -176,7 +176,7 @@ class Attempt:
                 return
         self.body, self.is_whole = bytes(body), True
         if reply.status == 200 and not self.body.lstrip()[:1] == b"{":
-            raise UpstreamError(f"{self.server.name} answered with what is no JSON object", heard=True)
+            raise UpstreamError(f"{self.server.name} answered with something other than a JSON object", replied=True)
 
     def _has_room(self, num_bytes: int) -> bool:
         try:
@@ -185,12 +185,12 @@ class Attempt:
             return False
         return True
 
-    async def _prefill(self, router: Router, prompt: PromptKeys, servers: Sequence[Server], body: bytes) -> None:
-        tried: list[Server] = []
+    async def _prefill(self, router: Router, prompt: PromptKeys, servers: Sequence[FleetServer], body: bytes) -> None:
+        tried: list[FleetServer] = []
         while len(tried) < MAX_PREFILLS and (left := without(servers, tried)):
             choice = router.choose(prompt, left)
             server = choice.server
-            assert isinstance(server, Server)
+            assert isinstance(server, FleetServer)
             tried.append(server)
             ticket = router.send(prompt, choice)
             outcome = "cancelled"
@@ -206,9 +206,9 @@ class Attempt:
                     return  # it may have sent a part; decode computes the rest
             finally:
                 ticket.end()
-                self._metrics.legs.labels(server.name, Role.PREFILL.value, outcome).inc()
+                self._metrics.legs.labels(server.name, ServerRole.PREFILL.value, outcome).inc()
 
-    async def _ask(self, server: Server, body: bytes) -> tuple[int, bytes]:
+    async def _ask(self, server: FleetServer, body: bytes) -> tuple[int, bytes]:
         reply = await server.upstream.request("POST", self._target, self._request_headers, body)
         try:
             return reply.status, await reply.read_all(MAX_PREFILL_ANSWER_BYTES)
@@ -235,7 +235,7 @@ class Attempt:
         self._ticket.end()
         if isinstance(value, asyncio.CancelledError | GeneratorExit):
             self._outcome = "cancelled"
-        self._metrics.legs.labels(self.server.name, Role.DECODE.value, self._outcome).inc()
+        self._metrics.legs.labels(self.server.name, ServerRole.DECODE.value, self._outcome).inc()
         if self._prefilling is not None:
             self._prefilling.cancel()
             (result,) = await asyncio.gather(self._prefilling, return_exceptions=True)

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from headwater.proxy.choice import Router
-from headwater.proxy.fleet import Fleet, Server
+from headwater.proxy.fleet import Fleet, FleetServer
 
 OPEN_METRICS = "application/openmetrics-text"
 FIRST_BYTE_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -144,7 +144,7 @@ class _Snapshot(Collector):
         yield dropped
 
 
-def _by_server(row: Row, servers: Sequence[Server], values: Sequence[float]) -> Family:
+def _by_server(row: Row, servers: Sequence[FleetServer], values: Sequence[float]) -> Family:
     family = GaugeMetricFamily(row.name, row.help, labels=row.labels)
     for server, value in zip(servers, values, strict=True):
         family.add_metric([server.name, server.role.value], float(value))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from headwater.proxy.app import Proxy, create_app
 from headwater.proxy.choice import Router
 from headwater.proxy.config import ProxyConfig
-from headwater.proxy.fleet import Fleet, Role, Server
+from headwater.proxy.fleet import Fleet, FleetServer, ServerRole
 from headwater.proxy.follow import Following, follow_servers
-from headwater.proxy.keys import LoadTokenizer, Tokens, TokenScheme, load_tokenizer
+from headwater.proxy.keys import LoadTokenizer, PromptTokenizer, TokenScheme, load_tokenizer
 from headwater.proxy.metrics import ProxyMetrics
 from headwater.serve.connections import Connections
 from headwater.serve.http import HttpServer, bound_socket, stop_signals, url_of
@@ -78,13 +78,13 @@ async def _run(config: ProxyConfig, hooks: ProxyHooks, load: LoadTokenizer) -> i
             proxy.close()
 
 
-def _servers(config: ProxyConfig, router: Router, tokenizer: Tokens | None) -> list[Server]:
+def _servers(config: ProxyConfig, router: Router, tokenizer: PromptTokenizer | None) -> list[FleetServer]:
     """All servers. Those without events share one scheme, so that a prompt is hashed once for them."""
     plain = None if tokenizer is None else TokenScheme()
     made = []
-    for role, specs in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
+    for role, specs in ((ServerRole.PREFILL, config.prefill), (ServerRole.DECODE, config.decode)):
         for spec in specs:
-            server = Server(spec, role, router, config)
+            server = FleetServer(spec, role, router, config)
             if plain is not None:
                 server.scheme = plain
             made.append(server)

@@ -34,14 +34,14 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class UpstreamError(Exception):
-    """A server gave no usable reply. `refused`: it took no connection; `gone`: nobody listens there; `heard`: a part of
-    a reply had come."""
+    """A server gave no usable reply. `refused`: it refused the connection; `gone`: nothing listens there; `replied`: a
+    part of a reply had come."""
 
-    def __init__(self, text: str, *, refused: bool = False, gone: bool = False, heard: bool = False) -> None:
+    def __init__(self, text: str, *, refused: bool = False, gone: bool = False, replied: bool = False) -> None:
         super().__init__(text)
         self.refused = refused
         self.gone = gone
-        self.heard = heard
+        self.replied = replied
 
 
 class _Open(NamedTuple):
@@ -66,7 +66,7 @@ class Upstream:
 
     async def request(
         self, method: str, target: str, headers: Iterable[tuple[bytes, bytes]] = (), body: bytes = b""
-    ) -> Reply:
+    ) -> UpstreamReply:
         """Send a request and return the head of its reply. Raises UpstreamError. No time limit but for connecting and
         sending: callers bring their own."""
         sent = [(b"host", self._netloc), *headers]
@@ -74,7 +74,7 @@ class Upstream:
             sent.append((b"content-length", str(len(body)).encode()))
         while True:
             connection, is_reused = await self._connection()
-            reply = Reply(self, connection)
+            reply = UpstreamReply(self, connection)
             try:
                 await self._send(connection, method, self._path + target, sent, body)
                 await reply._read_head()
@@ -82,7 +82,7 @@ class Upstream:
             except UpstreamError as error:
                 reply.close()
                 # The server closed it as idle when the request was on its way.
-                if is_reused and not error.heard:
+                if is_reused and not error.replied:
                     continue
                 raise
             except BaseException:
@@ -136,7 +136,7 @@ class Upstream:
         except TimeoutError:
             raise UpstreamError(f"{self.url} read nothing of a request for {SEND_TIMEOUT_S:g} s") from None
         except h11.LocalProtocolError as error:
-            raise UpstreamError(f"{self.url}: the request cannot be sent: {error}", heard=True) from error
+            raise UpstreamError(f"{self.url}: the request cannot be sent: {error}", replied=True) from error
         except OSError:
             pass  # it may have said why before it closed
 
@@ -148,13 +148,13 @@ class Upstream:
             self._idle.append((asyncio.get_running_loop().time(), connection))
 
 
-class Reply:
+class UpstreamReply:
     """A reply whose body is still to come."""
 
     def __init__(self, upstream: Upstream, connection: _Open) -> None:
         self._upstream = upstream
         self._connection: _Open | None = connection
-        self._has_heard = False
+        self._has_replied = False
         self.status = 0
         self.headers: Headers = []
 
@@ -179,7 +179,7 @@ class Reply:
             body += piece
             if len(body) > most:
                 self.close()
-                raise UpstreamError(f"{self._upstream.url} sent more than {most} bytes", heard=True)
+                raise UpstreamError(f"{self._upstream.url} sent more than {most} bytes", replied=True)
         return bytes(body)
 
     def close(self) -> None:
@@ -198,11 +198,11 @@ class Reply:
             if isinstance(event, h11.Response):
                 break
             if not isinstance(event, h11.InformationalResponse):
-                raise UpstreamError(f"{self._upstream.url} sent no reply", heard=True)
+                raise UpstreamError(f"{self._upstream.url} sent no reply", replied=True)
         self.status = event.status_code
         self.headers = list(event.headers)
         if len(self.headers) > MAX_HEADERS:
-            raise UpstreamError(f"{self._upstream.url} sent more than {MAX_HEADERS} headers", heard=True)
+            raise UpstreamError(f"{self._upstream.url} sent more than {MAX_HEADERS} headers", replied=True)
 
     async def _next_event(self) -> h11.Event | type[h11.PAUSED]:
         connection = self._connection
@@ -212,16 +212,16 @@ class Reply:
         try:
             while (event := connection.state.next_event()) is h11.NEED_DATA:
                 data = await connection.reader.read(READ_BYTES)
-                self._has_heard |= bool(data)
+                self._has_replied |= bool(data)
                 connection.state.receive_data(data)
-                if not data and not self._has_heard:
+                if not data and not self._has_replied:
                     raise UpstreamError(f"{url} closed the connection without a reply")
         except h11.RemoteProtocolError as error:
-            raise UpstreamError(f"{url} sent what is no HTTP reply, or half of one: {error}", heard=True) from error
+            raise UpstreamError(f"{url} sent a malformed or incomplete HTTP reply: {error}", replied=True) from error
         except OSError as error:
-            raise UpstreamError(f"{url} broke off: {error}", heard=self._has_heard) from error
+            raise UpstreamError(f"{url} broke off: {error}", replied=self._has_replied) from error
         if isinstance(event, h11.ConnectionClosed):
-            raise UpstreamError(f"{url} closed the connection", heard=self._has_heard)
+            raise UpstreamError(f"{url} closed the connection", replied=self._has_replied)
         return event  # type: ignore[return-value]
 
 

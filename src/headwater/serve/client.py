@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from headwater import errors
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineDeadError, EngineError, HeadwaterError, RequestError
@@ -36,7 +36,7 @@ from headwater.serve.messages import (
     Stats,
     Submit,
 )
-from headwater.serve.process import LAST_WORDS_S, Connection, ended, exit_code, kill, spawn
+from headwater.serve.process import LAST_WORDS_S, EngineConnection, ended, exit_code, kill, spawn
 from headwater.serve.turns import PIECE_VALUES, Turns
 
 # -P: what lies in the current directory must not be imported in place of a package.
@@ -53,13 +53,13 @@ MAX_WAITING_BYTES = 32 << 20
 """Prompts that an engine process which does not read has not taken yet; beyond them requests are refused."""
 
 
-class Job(NamedTuple):
+class GenerationJob(NamedTuple):
     """One sequence to generate."""
 
     prompt: list[int]
     params: SamplingParams
     cache_salt: str | None = None
-    transfer: Transfer | None = None
+    transfer: TransferParams | None = None
 
 
 class Arrival(NamedTuple):
@@ -153,7 +153,7 @@ class Flight:
 class EngineClient:
     """A running engine process. Make one with `EngineClient.start`; `ready` has its facts, `stats` a snapshot."""
 
-    def __init__(self, process: asyncio.subprocess.Process, ready: Ready, connection: Connection) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, ready: Ready, connection: EngineConnection) -> None:
         self.ready = ready
         self.stats = Stats()
         self.turns = Turns()
@@ -215,7 +215,7 @@ class EngineClient:
         assert self._death is not None
         return self._death
 
-    async def submit(self, jobs: Sequence[Job]) -> Flight:
+    async def submit(self, jobs: Sequence[GenerationJob]) -> Flight:
         """Send jobs to the engine; their outputs come from the flight. Raises EngineDeadError if it is gone,
         RequestError if it does not read and too much waits for it."""
         if self._death is not None:
@@ -315,7 +315,7 @@ def _num_items(output: RequestOutput) -> int:
 
 
 async def _handshake(
-    process: asyncio.subprocess.Process, connection: Connection, on_progress: Callable[[int, int], None]
+    process: asyncio.subprocess.Process, connection: EngineConnection, on_progress: Callable[[int, int], None]
 ) -> Ready:
     ready: Ready | None = None
     while ready is None:

@@ -240,14 +240,14 @@ class WatchedProtocol(H11Protocol):
         if self.has_request or self.timeout_keep_alive_task is not None:
             self._disarm()
         elif self._deadline is None and not self.transport.is_closing():
-            self._deadline = self.loop.call_later(self._siblings.header_timeout_s, self._give_up)
+            self._deadline = self.loop.call_later(self._siblings.header_timeout_s, self._time_out)
 
     def _disarm(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _give_up(self) -> None:
+    def _time_out(self) -> None:
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
             text = f"the headers did not arrive within {self._siblings.header_timeout_s:g} s"
             self.transport.write(_raw_reply(RequestError(text, code="request_timeout")))

@@ -11,20 +11,20 @@ from typing import Any, NamedTuple, Protocol, Self
 from headwater.connector.transfers import KEY
 from headwater.errors import HeadwaterError, RequestError
 from headwater.models.tokenizer import StreamDecoder
-from headwater.serve.client import Arrival, EngineClient, Flight, Job
+from headwater.serve.client import Arrival, EngineClient, Flight, GenerationJob
 from headwater.serve.metrics import ServerMetrics
 from headwater.serve.openai import LARGE_BODY_BYTES, Call, Limits
 from headwater.serve.output import Delta, TextOutput, stopping_at
 from headwater.serve.replies import Usage
 from headwater.serve.tokenising import Encoder, TextLimits, at_once, tokenise
-from headwater.serve.workers import Workers
+from headwater.serve.workers import TextWorkers
 
 MAX_ANSWER_VALUES = 1 << 20
 """Tokens and log-probabilities of an answer that is not streamed (or 8 contexts, if that is more). One takes some 70
 bytes of JSON, which the server keeps until the last of them is there."""
 
 
-class Tokenizer(Encoder, Protocol):
+class ServerTokenizer(Encoder, Protocol):
     """What the server needs of `headwater.models.tokenizer.Tokenizer`. Calls may come from several threads at once."""
 
     @property
@@ -49,12 +49,12 @@ class Generator:
     """
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics, *, max_sequences: int
+        self, client: EngineClient, tokenizer: ServerTokenizer, metrics: ServerMetrics, *, max_sequences: int
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.metrics = metrics
-        self.workers = Workers()
+        self.workers = TextWorkers()
         """For what would keep the event loop too long."""
         self._max_sequences = max_sequences
         self._max_call_sequences = min(max_sequences, max(client.ready.max_num_seqs, max_sequences // 2))
@@ -89,7 +89,7 @@ class Generator:
             self._num_preparing -= call.num_sequences
         call = replace(call, params=stopping_at(call.params, self._end_ids))
         jobs = [
-            Job(prompt, call.params_of(choice), call.cache_salt, call.transfer)
+            GenerationJob(prompt, call.params_of(choice), call.cache_salt, call.transfer)
             for prompt in prompts
             for choice in range(call.num_choices)
         ]

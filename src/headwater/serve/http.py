@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headwater.serve.connections import KEEP_ALIVE_S, Connections, WatchedProtocol
-from headwater.serve.listener import Listener
+from headwater.serve.listener import HttpListener
 from headwater.serve.sending import SEND_TIMEOUT_S
 
 EARLY_BACKLOG = 16
@@ -50,7 +50,7 @@ class HttpServer(uvicorn.Server):
             return WatchedProtocol(self._connections, config=self.config, server_state=self.server_state, app_state={})
 
         self.servers = [
-            Listener(sock, self._connections, protocol, self._certificate, self.config.backlog)  # type: ignore[misc]
+            HttpListener(sock, self._connections, protocol, self._certificate, self.config.backlog)  # type: ignore[misc]
             for sock in sockets or []
         ]
         self.started = True

@@ -26,7 +26,7 @@ _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 log = logging.getLogger("headwater.serve")
 
 
-class Listener:
+class HttpListener:
     """Accepts connections until it is closed. To uvicorn, it is a server."""
 
     def __init__(

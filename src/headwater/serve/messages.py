@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from headwater.connector.stats import Distribution
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineError
@@ -42,7 +42,7 @@ class Submit(_Message, frozen=True):
     prompt: list[int]
     params: SamplingParams
     cache_salt: str | None = None
-    transfer: Transfer | None = None
+    transfer: TransferParams | None = None
 
 
 class Abort(_Message, frozen=True):
@@ -191,4 +191,4 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise EngineError(f"a frame of {len(body)} bytes holds no message: {error}") from error
+        raise EngineError(f"a frame of {len(body)} bytes holds a malformed message: {error}") from error

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from headwater.connector.transfers import PARAMETER, Transfer, parse_transfer
+from headwater.connector.transfers import PARAMETER, TransferParams, parse_transfer
 from headwater.engine.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from headwater.errors import InvalidArgumentError, RequestError
 from headwater.serve.errors import shown
@@ -143,7 +143,7 @@ class Call:
     include_usage: bool
     cache_salt: str | None = field(default=None, repr=False)
     """Only requests of one salt share KV: whoever does not know it learns nothing of what was asked with it."""
-    transfer: Transfer | None = None
+    transfer: TransferParams | None = None
     """What `kv_transfer_params` says of KV that goes to another server, or comes from one."""
     num_body_bytes: int = field(default=0, compare=False)
     """How large the request was: a measure of the work that its text makes, whichever field that is in."""
@@ -420,7 +420,7 @@ def _logprobs(name: str, count: int) -> int:
     return count
 
 
-def _transfer(params: dict[str, Any] | None) -> Transfer | None:
+def _transfer(params: dict[str, Any] | None) -> TransferParams | None:
     try:
         return parse_transfer(params)
     except InvalidArgumentError as error:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from headwater.engine.params import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 
 
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """Turns token ids into text piece by piece; the pieces joined are the text of all of them."""
 
     def push(self, token_ids: Sequence[int]) -> str: ...
@@ -96,7 +96,7 @@ class StopStrings:
 class TextOutput:
     """The text of one sequence. Feed it what the engine gives; it says what may be shown, and when it is over."""
 
-    def __init__(self, decoder: Decoder, params: SamplingParams, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, decoder: TextDecoder, params: SamplingParams, eos_token_ids: Collection[int]) -> None:
         self._decoder = decoder
         self._stops = StopStrings(params.stop)
         self._min_tokens = params.min_tokens

@@ -24,7 +24,7 @@ LAST_WORDS_S = 0.5
 """A process that closed its socket is dead in a moment, and a dead one's last message may still be on its way."""
 
 
-class Connection:
+class EngineConnection:
     """The server's end of the socket.
 
     A Submit waits here until the socket takes it, and is dropped if its Abort comes first: however long the engine does
@@ -89,7 +89,7 @@ class Connection:
         self._writer.close()
 
 
-async def spawn(command: Sequence[str]) -> tuple[asyncio.subprocess.Process, Connection]:
+async def spawn(command: Sequence[str]) -> tuple[asyncio.subprocess.Process, EngineConnection]:
     """Start the process with its end of a socket pair; ours is the only copy of the other, so our death closes it."""
     ours, theirs = socket.socketpair()
     try:
@@ -107,7 +107,7 @@ async def spawn(command: Sequence[str]) -> tuple[asyncio.subprocess.Process, Con
     finally:
         theirs.close()
     reader, writer = await asyncio.open_connection(sock=ours)
-    return process, Connection(reader, writer)
+    return process, EngineConnection(reader, writer)
 
 
 async def exit_code(process: asyncio.subprocess.Process, timeout_s: float | None = None) -> str:

@@ -20,7 +20,7 @@ from headwater.serve.app import AppConfig, create_app
 from headwater.serve.client import WORKER_COMMAND, EngineClient
 from headwater.serve.config import ServerConfig
 from headwater.serve.connections import Connections
-from headwater.serve.generation import Generator, Tokenizer
+from headwater.serve.generation import Generator, ServerTokenizer
 from headwater.serve.http import HttpServer, bound_socket, stop_signals, url_of
 from headwater.serve.messages import Ready
 from headwater.serve.metrics import ServerMetrics
@@ -49,7 +49,7 @@ def run_server(
     config: ServerConfig,
     *,
     hooks: Hooks | None = None,
-    load_tokenizer: Callable[[EngineConfig], Tokenizer] | None = None,
+    load_tokenizer: Callable[[EngineConfig], ServerTokenizer] | None = None,
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> int:
     """Serve until SIGINT or SIGTERM (returns 0) or until the engine dies (returns 1).
@@ -59,7 +59,7 @@ def run_server(
     return asyncio.run(_run(config, load_tokenizer or load_tokenizer_of, hooks or Hooks(), worker_command))
 
 
-def load_tokenizer_of(config: EngineConfig) -> Tokenizer:
+def load_tokenizer_of(config: EngineConfig) -> ServerTokenizer:
     """The tokenizer of the checkpoint. Takes seconds: it imports torch and transformers."""
     from headwater.models.checkpoint import open_checkpoint
 
@@ -68,7 +68,7 @@ def load_tokenizer_of(config: EngineConfig) -> Tokenizer:
 
 async def _run(
     config: ServerConfig,
-    load_tokenizer: Callable[[EngineConfig], Tokenizer],
+    load_tokenizer: Callable[[EngineConfig], ServerTokenizer],
     hooks: Hooks,
     worker_command: Sequence[str],
 ) -> int:
@@ -95,7 +95,7 @@ async def _run(
 async def _serve(
     config: ServerConfig,
     client: EngineClient,
-    tokenizer: Tokenizer,
+    tokenizer: ServerTokenizer,
     hooks: Hooks,
     sock: socket.socket,
     certificate: ssl.SSLContext | None,
@@ -141,10 +141,10 @@ async def _serve(
 
 async def _start(
     config: EngineConfig,
-    load_tokenizer: Callable[[EngineConfig], Tokenizer],
+    load_tokenizer: Callable[[EngineConfig], ServerTokenizer],
     hooks: Hooks,
     worker_command: Sequence[str],
-) -> tuple[EngineClient, Tokenizer]:
+) -> tuple[EngineClient, ServerTokenizer]:
     """Engine and tokenizer side by side; if one fails, the other is stopped and the error raised."""
     tokenizer = asyncio.create_task(_in_daemon_thread(lambda: load_tokenizer(config)))
     engine = asyncio.create_task(EngineClient.start(config, command=worker_command, on_progress=hooks.on_progress))

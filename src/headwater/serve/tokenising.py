@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from headwater.errors import ModelError, RequestError
 from headwater.models.text_bound import TextBound
 from headwater.serve.openai import Call, too_long
-from headwater.serve.workers import Job, Piece
+from headwater.serve.workers import PieceLength, TextJob
 
 PIECE_CHARS = 1 << 14
 """Text that is tokenised in one go while others wait: about 20 ms. More counts as a long piece."""
@@ -72,7 +72,7 @@ class TextLimits(NamedTuple):
             raise RequestError(reason, param=param, code="request_too_large")
 
 
-def tokenise(tokenizer: Encoder, call: Call, limits: TextLimits) -> Job[list[list[int]]]:
+def tokenise(tokenizer: Encoder, call: Call, limits: TextLimits) -> TextJob[list[list[int]]]:
     """The prompts of a call as token ids, each shorter than the context. Raises RequestError for what is too long."""
     if call.is_chat:
         try:
@@ -101,7 +101,7 @@ def tokenise(tokenizer: Encoder, call: Call, limits: TextLimits) -> Job[list[lis
     return prompts
 
 
-def at_once(job: Job[list[list[int]]]) -> list[list[int]]:
+def at_once(job: TextJob[list[list[int]]]) -> list[list[int]]:
     """A job's result without threads: for calls that are small."""
     while True:
         try:
@@ -111,18 +111,18 @@ def at_once(job: Job[list[list[int]]]) -> list[list[int]]:
             return result
 
 
-def _encode(tokenizer: Encoder, text: str, limits: TextLimits, param: str, *, add_special: bool) -> Job[list[int]]:
+def _encode(tokenizer: Encoder, text: str, limits: TextLimits, param: str, *, add_special: bool) -> TextJob[list[int]]:
     if len(text) > max(PIECE_CHARS, limits.max_model_len * CHECK_CHARS_PER_TOKEN):
         yield from _check_parts(tokenizer, text, limits.max_model_len, param)
-    yield Piece.SHORT if len(text) <= PIECE_CHARS else Piece.LONG
+    yield PieceLength.SHORT if len(text) <= PIECE_CHARS else PieceLength.LONG
     return tokenizer.encode(text, add_special=add_special)
 
 
-def _check_parts(tokenizer: Encoder, text: str, max_model_len: int, param: str) -> Job[None]:
+def _check_parts(tokenizer: Encoder, text: str, max_model_len: int, param: str) -> TextJob[None]:
     """Raises RequestError as soon as the parts of a text have clearly more tokens than fit."""
     num_tokens = 0
     for start in range(0, len(text), PIECE_CHARS):
-        yield Piece.SHORT
+        yield PieceLength.SHORT
         num_tokens += len(tokenizer.encode(text[start : start + PIECE_CHARS], add_special=False)) - CUT_TOKENS
         if num_tokens > max_model_len * MARGIN:
             reason = (

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from headwater.connector.metrics import distributions, snapshot
-from headwater.connector.transfers import Transfer
+from headwater.connector.transfers import TransferParams
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineError, HeadwaterError, RequestError
@@ -65,7 +65,7 @@ class EngineLike(Protocol):
         params: SamplingParams,
         *,
         cache_salt: str | None,
-        transfer: Transfer | None,
+        transfer: TransferParams | None,
     ) -> Any: ...
     def abort(self, request_id: str) -> Any: ...
     def step(self) -> list[RequestOutput]: ...
@@ -121,7 +121,7 @@ class Inbox:
             return messages
 
 
-class Channel:
+class WorkerChannel:
     """The worker's end of the socket: whole messages, in order."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -161,13 +161,13 @@ class Channel:
             self._inbox.end(error)
 
 
-def serve_engine(channel: Channel, running: Running) -> None:
+def serve_engine(channel: WorkerChannel, running: Running) -> None:
     """Work until told to shut down. Raises what the engine raises; a bad request is only rejected."""
     with Heart(lambda still_s: channel.send(Heartbeat(still_s)), computes=running.computes) as heart:
         _serve_engine(channel, running, heart)
 
 
-def _serve_engine(channel: Channel, running: Running, heart: Heart) -> None:
+def _serve_engine(channel: WorkerChannel, running: Running, heart: Heart) -> None:
     engine = running.engine
     next_stats_s = 0.0
     while True:
@@ -202,7 +202,7 @@ def main(argv: Sequence[str], create: Creator) -> int:
     sock = socket.socket(fileno=int(argv[0]))
     sock.set_inheritable(False)
     _die_with(sock)
-    channel = Channel(sock)
+    channel = WorkerChannel(sock)
     try:
         running = _start(channel, create)
     except (OSError, EOFError):
@@ -271,7 +271,7 @@ def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) ->
     return Running(engine, ready, stats, computes=engine.placement.device.type == "cpu")
 
 
-def _start(channel: Channel, create: Creator) -> Running | None:
+def _start(channel: WorkerChannel, create: Creator) -> Running | None:
     messages = channel.receive(wait_s=None)
     if len(messages) != 1 or not isinstance(messages[0], Start):
         raise EngineError(f"expected one Start, got {messages}")
@@ -289,7 +289,7 @@ def _start(channel: Channel, create: Creator) -> Running | None:
     return None
 
 
-def _submit(channel: Channel, engine: EngineLike, message: Submit) -> None:
+def _submit(channel: WorkerChannel, engine: EngineLike, message: Submit) -> None:
     try:
         engine.add(
             message.request_id,
@@ -302,7 +302,7 @@ def _submit(channel: Channel, engine: EngineLike, message: Submit) -> None:
         channel.send(Rejected(message.request_id, str(error), error.param, error.code))
 
 
-def _try_send(channel: Channel, message: FromEngine) -> None:
+def _try_send(channel: WorkerChannel, message: FromEngine) -> None:
     try:
         channel.send(message)
     except OSError:

@@ -24,21 +24,21 @@ JOIN_S = 2.0
 _Result = TypeVar("_Result")
 
 
-class Piece(Enum):
+class PieceLength(Enum):
     """How much work a job's next piece is. One thread never takes a long one."""
 
     SHORT = 0
     LONG = 1
 
 
-Job = Generator[Piece, None, _Result]
+TextJob = Generator[PieceLength, None, _Result]
 """Yields what its next piece will be; the first piece of every job is short."""
 
 
 class _Ticket(Generic[_Result]):
     """A job on its way, and the future that its caller waits for."""
 
-    def __init__(self, job: Job[_Result], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, job: TextJob[_Result], loop: asyncio.AbstractEventLoop) -> None:
         self.job = job
         self.done: asyncio.Future[_Result] = loop.create_future()
         self._loop = loop
@@ -52,18 +52,18 @@ class _Ticket(Generic[_Result]):
             self._loop.call_soon_threadsafe(unless_done)
 
 
-class Workers:
+class TextWorkers:
     """Two daemon threads: the process can end whatever they are doing. Close them when the server stops."""
 
     def __init__(self, max_jobs: int = MAX_JOBS) -> None:
         self._max_jobs = max_jobs
-        self._lanes: dict[Piece, deque[_Ticket[Any]]] = {piece: deque() for piece in Piece}
+        self._queues: dict[PieceLength, deque[_Ticket[Any]]] = {piece: deque() for piece in PieceLength}
         self._tickets: set[_Ticket[Any]] = set()
         self._closing: HeadwaterError | None = None
         self._news = threading.Condition()
         self._threads = [
-            threading.Thread(target=self._work, args=(lanes,), name="headwater-text", daemon=True)
-            for lanes in ((Piece.LONG, Piece.SHORT), (Piece.SHORT,))
+            threading.Thread(target=self._work, args=(pieces,), name="headwater-text", daemon=True)
+            for pieces in ((PieceLength.LONG, PieceLength.SHORT), (PieceLength.SHORT,))
         ]
         for thread in self._threads:
             thread.start()
@@ -73,7 +73,7 @@ class Workers:
         """Jobs that wait or run."""
         return len(self._tickets)
 
-    async def run(self, job: Job[_Result]) -> _Result:
+    async def run(self, job: TextJob[_Result]) -> _Result:
         """What the job returns or raises. Cancelling drops what is left of it.
 
         Raises RequestError ("overloaded") if too many jobs wait, EngineDeadError once the server stops.
@@ -86,7 +86,7 @@ class Workers:
                 text = f"{len(self._tickets)} requests are waiting to be tokenised, which is the limit; try again later"
                 raise RequestError(text, code="overloaded")
             self._tickets.add(ticket)
-            self._lanes[Piece.SHORT].append(ticket)
+            self._queues[PieceLength.SHORT].append(ticket)
             self._news.notify_all()
         try:
             return await ticket.done
@@ -96,8 +96,8 @@ class Workers:
     async def call(self, work: Callable[[], _Result]) -> _Result:
         """`run` for work that is one short piece."""
 
-        def job() -> Job[_Result]:
-            yield Piece.SHORT
+        def job() -> TextJob[_Result]:
+            yield PieceLength.SHORT
             return work()
 
         return await self.run(job())
@@ -106,8 +106,8 @@ class Workers:
         """Fail every job, and let the threads end after the piece that they work on. Idempotent."""
         with self._news:
             self._closing = EngineDeadError("the server is stopping")
-            for lane in self._lanes.values():
-                lane.clear()
+            for waiting in self._queues.values():
+                waiting.clear()
             for ticket in self._tickets:
                 ticket.settle(ticket.done.set_exception, self._closing)
             self._news.notify_all()
@@ -121,12 +121,12 @@ class Workers:
     def _drop(self, ticket: _Ticket[Any]) -> None:
         with self._news:
             self._tickets.discard(ticket)
-            for lane in self._lanes.values():
+            for waiting in self._queues.values():
                 with suppress(ValueError):
-                    lane.remove(ticket)
+                    waiting.remove(ticket)
 
-    def _work(self, lanes: tuple[Piece, ...]) -> None:
-        while (ticket := self._take(lanes)) is not None:
+    def _work(self, pieces: tuple[PieceLength, ...]) -> None:
+        while (ticket := self._take(pieces)) is not None:
             try:
                 piece = next(ticket.job)
             except StopIteration as end:
@@ -137,17 +137,17 @@ class Workers:
                 self._put_back(ticket, piece)
             del ticket  # it holds the text of a request
 
-    def _take(self, lanes: tuple[Piece, ...]) -> _Ticket[Any] | None:
+    def _take(self, pieces: tuple[PieceLength, ...]) -> _Ticket[Any] | None:
         with self._news:
             while self._closing is None:
-                for lane in lanes:
-                    if self._lanes[lane]:
-                        return self._lanes[lane].popleft()
+                for piece in pieces:
+                    if self._queues[piece]:
+                        return self._queues[piece].popleft()
                 self._news.wait()
         return None
 
-    def _put_back(self, ticket: _Ticket[Any], piece: Piece) -> None:
+    def _put_back(self, ticket: _Ticket[Any], piece: PieceLength) -> None:
         with self._news:
             if ticket in self._tickets and self._closing is None:
-                self._lanes[piece].append(ticket)
+                self._queues[piece].append(ticket)
                 self._news.notify_all()

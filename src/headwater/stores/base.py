@@ -358,7 +358,7 @@ class Filling(NamedTuple):
     encoding: int = RAW
 
 
-class Source(Protocol):
+class ChunkSource(Protocol):
     """Where the first tier gets chunks from: a slower tier, or another host."""
 
     def run_from(self, root: RootRef, keys: list[bytes], start: int) -> Run:
@@ -386,12 +386,12 @@ class SourceStore(Store, Protocol):
     breaker: CircuitBreaker
 
     def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
-        """See `Source.splits`."""
+        """See `ChunkSource.splits`."""
 
     def fill(
         self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
     ) -> list[Filling]:
-        """See `Source.fill`."""
+        """See `ChunkSource.fill`."""
 
     def counts(self) -> Counter[str]:
         """What this process did with it."""

@@ -93,7 +93,7 @@ class CircuitBreaker:
             self._state, self._reason = "open", reason[:200]
             self._trips += 1
             self._pid = os.getpid()
-        log.warning("%s is left alone until it answers again: %s", self._name, reason[:200])
+        log.warning("%s is not used until it answers again: %s", self._name, reason[:200])
         threading.Thread(target=self._ask_until_it_answers, name="headwater-breaker", daemon=True).start()
 
     def stats(self) -> BreakerStats:

@@ -225,7 +225,7 @@ def _variable(name: object) -> str:
 def _text(table: dict[str, Any], name: str, where: str) -> str:
     value = table.get(name)
     if not isinstance(value, str):
-        raise ConfigError(f"{where}: {name} must be a text, not a {type(value).__name__}")
+        raise ConfigError(f"{where}: {name} must be a string, not a {type(value).__name__}")
     return value
 
 

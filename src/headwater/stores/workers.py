@@ -17,12 +17,12 @@ STUCK_PATIENCE_S = 0.05
 """For a call beside one that hangs: many times what a disk or a network that is well takes to answer."""
 
 
-def in_lanes(works: Iterable[Callable[[], object]], count: int) -> None:
+def run_in_threads(works: Iterable[Callable[[], object]], count: int) -> None:
     """Do all of them, `count` at a time, in this thread and others that have ended when this returns. Each must take a
     bounded time. After one has failed no other is begun, and its exception is raised."""
     todo, errors, lock = iter(works), list[BaseException](), threading.Lock()
 
-    def lane() -> None:
+    def run() -> None:
         while not errors:
             try:
                 with lock:
@@ -33,10 +33,10 @@ def in_lanes(works: Iterable[Callable[[], object]], count: int) -> None:
             except BaseException as error:  # raised again below
                 errors.append(error)
 
-    others = [threading.Thread(target=lane, name="headwater-lane", daemon=True) for _ in range(count - 1)]
+    others = [threading.Thread(target=run, name="headwater-run", daemon=True) for _ in range(count - 1)]
     for thread in others:
         thread.start()
-    lane()
+    run()
     for thread in others:
         thread.join()
     if errors:
@@ -53,7 +53,7 @@ class Workers:
         """Calls that have not ended."""
         self._num_late = 0
         """Of those: nobody waits for them any more."""
-        self._queue: queue.SimpleQueue[Job | None] | None = None
+        self._queue: queue.SimpleQueue[WorkerCall | None] | None = None
         self._lock = ForkSafeLock()
 
     def call(self, work: Callable[[], object], deadline: float) -> object:
@@ -65,14 +65,14 @@ class Workers:
                 deadline = min(deadline, time.monotonic() + STUCK_PATIENCE_S)
         return self.wait(self._start(work), deadline)
 
-    def begin(self, work: Callable[[], object]) -> Job | None:
+    def begin(self, work: Callable[[], object]) -> WorkerCall | None:
         """Run `work` in a thread while the caller does something else; `wait` for it afterwards. None: hopeless."""
         with self._lock:
             if self._num_late >= self._count:
                 return None
         return self._start(work)
 
-    def wait(self, job: Job, deadline: float) -> object:
+    def wait(self, job: WorkerCall, deadline: float) -> object:
         """The end of what was begun: see `call`."""
         if job.done.wait(max(0.0, deadline - time.monotonic())):
             return job.outcome
@@ -95,7 +95,7 @@ class Workers:
                     self._queue.put(None)
                 self._queue = None
 
-    def _start(self, work: Callable[[], object]) -> Job:
+    def _start(self, work: Callable[[], object]) -> WorkerCall:
         with self._lock:
             if self._queue is None:
                 self._queue = queue.SimpleQueue()
@@ -104,21 +104,21 @@ class Workers:
                         target=_serve, args=(self._queue,), name=f"{self._name}-{number}", daemon=True
                     ).start()
             self.jobs += 1
-            job = Job(work, self._ended)
+            job = WorkerCall(work, self._ended)
             self._queue.put(job)
         return job
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, job: WorkerCall) -> None:
         with self._lock:
             self.jobs -= 1
             self._num_late -= job.is_late
             job.done.set()
 
 
-class Job:
+class WorkerCall:
     """One call on its way."""
 
-    def __init__(self, work: Callable[[], object], ended: Callable[[Job], None]) -> None:
+    def __init__(self, work: Callable[[], object], ended: Callable[[WorkerCall], None]) -> None:
         self._work = work
         self._ended = ended
         self.outcome: object = None
@@ -133,7 +133,7 @@ class Job:
         self._ended(self)
 
 
-def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _serve(jobs: queue.SimpleQueue[WorkerCall | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
         del job  # it may hold a large buffer, and the next one may be long in coming

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import BufferMismatchError, InvalidArgumentError
-from headwater.kernels.extent import Compact, Move, Spans, Target, gather_rows, scatter_rows
+from headwater.kernels.extent import Compact, ExtentTarget, Move, Spans, gather_rows, scatter_rows
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.buffers import RawBuffer
@@ -27,7 +27,7 @@ from headwater.transfer.view import PagedView
 BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
-class Span(NamedTuple):
+class PageSpan(NamedTuple):
     """Some consecutive tokens of a request. `block_ids` are the request's, from its first token on.
 
     Where context parallelism divides the tokens, a rank's blocks hold its own tokens one after another.
@@ -42,12 +42,12 @@ TileBuffer = npt.NDArray[np.uint8] | Tensor | RawBuffer
 """One span's tiles: bytes of shape (layers, heads, bytes of a tile part), each tile contiguous."""
 
 Staging = Tensor | npt.NDArray[np.uint8] | Sequence[TileBuffer]
-"""Flat bytes for all spans one after another (`[span][layer][head][plane][token][dim]`, see `Plan.staged`), or a
-buffer for each span: a sequence of them, or an array or tensor with an axis more."""
+"""Flat bytes for all spans one after another (`[span][layer][head][plane][token][dim]`, see `ConversionPlan.staged`),
+or a buffer for each span: a sequence of them, or an array or tensor with an axis more."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """Spans of a cache that move together, for one shard. On CUDA its numbers are uploaded on the stream that is
     current when it is first used, and it belongs to that stream. Made by `plan_spans`."""
 
@@ -88,7 +88,7 @@ class Plan:
             found.append(flat[start : start + size].view(shape))
         return found
 
-    def part(self, spans: range) -> Plan:
+    def part(self, spans: range) -> ConversionPlan:
         """The plan of some consecutive spans; this one itself where that is all of them."""
         if len(spans) == self.num_spans:
             return self
@@ -98,7 +98,7 @@ class Plan:
         tables = (
             table[spans.start : spans.stop] for table in (every.first_block - first, every.offset, every.num_rows)
         )
-        return Plan(self.view, self.shard, Spans(every.blocks[first:last], *tables))
+        return ConversionPlan(self.view, self.shard, Spans(every.blocks[first:last], *tables))
 
     @cached_property
     def device_spans(self) -> Tensor:
@@ -106,7 +106,7 @@ class Plan:
         return self.spans.upload(self.view.device)
 
 
-def plan_spans(view: PagedView, shard: Shard, spans: Sequence[Span]) -> Plan:
+def plan_spans(view: PagedView, shard: Shard, spans: Sequence[PageSpan]) -> ConversionPlan:
     """Look up the rows of each span. Costs microseconds a span; a list of blocks that several spans share is
     converted once. Raises InvalidArgumentError for blocks that the cache does not have, or too few of them."""
     if not set(shard.layers) <= set(view.layers) or not set(shard.heads) <= set(view.heads):
@@ -120,7 +120,9 @@ def plan_spans(view: PagedView, shard: Shard, spans: Sequence[Span]) -> Plan:
     blocks, first_block, offsets, num_rows, total = [], [], [], [], 0
     for span in spans:
         if span.first_token < 0 or span.num_tokens < 1:
-            raise InvalidArgumentError(f"a span of {span.num_tokens} tokens from token {span.first_token} cannot be")
+            raise InvalidArgumentError(
+                f"a span has {span.num_tokens} tokens from token {span.first_token}; expected at least 1, from 0 on"
+            )
         ids = known.get(id(span.block_ids))
         if ids is None:
             ids = known[id(span.block_ids)] = _checked_blocks(span.block_ids, view.num_blocks)
@@ -141,13 +143,13 @@ def plan_spans(view: PagedView, shard: Shard, spans: Sequence[Span]) -> Plan:
         num_rows.append(rows)
         total += high - low
     tables = (np.array(numbers, np.int64) for numbers in (first_block, offsets, num_rows))
-    return Plan(view, shard, Spans(np.concatenate(blocks), *tables))
+    return ConversionPlan(view, shard, Spans(np.concatenate(blocks), *tables))
 
 
-def plan_chunks(view: PagedView, shard: Shard, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> Plan:
+def plan_chunks(view: PagedView, shard: Shard, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> ConversionPlan:
     """`plan_spans` for chunks of one request; a fraction of a microsecond each where no tokens are divided."""
     if shard.split.parts > 1 or not chunks:
-        return plan_spans(view, shard, [Span(block_ids, chunk.first_token, chunk.num_tokens) for chunk in chunks])
+        return plan_spans(view, shard, [PageSpan(block_ids, chunk.first_token, chunk.num_tokens) for chunk in chunks])
     ids, size = _checked_blocks(block_ids, view.num_blocks), view.block_size
     first = np.array([chunk.first_token for chunk in chunks], np.int64)
     num_rows = np.array([chunk.num_tokens for chunk in chunks], np.int64)
@@ -162,10 +164,10 @@ def plan_chunks(view: PagedView, shard: Shard, chunks: Sequence[ChunkRef], block
         pairs = zip(low.tolist(), high.tolist(), strict=True)
         blocks = np.concatenate([ids[start:stop] for start, stop in pairs])
     first_block = np.cumsum(high - low) - (high - low)
-    return Plan(view, shard, Spans(blocks, first_block, first - low * size, num_rows))
+    return ConversionPlan(view, shard, Spans(blocks, first_block, first - low * size, num_rows))
 
 
-def join_plans(plans: Sequence[Plan]) -> Plan:
+def join_plans(plans: Sequence[ConversionPlan]) -> ConversionPlan:
     """The spans of several plans of one view and shard, one after another."""
     if len(plans) == 1:
         return plans[0]
@@ -173,10 +175,12 @@ def join_plans(plans: Sequence[Plan]) -> Plan:
     blocks_before = np.cumsum([0, *(len(each.blocks) for each in spans[:-1])])
     first_block = [each.first_block + before for each, before in zip(spans, blocks_before, strict=True)]
     tables = [[each.blocks for each in spans], first_block, [s.offset for s in spans], [s.num_rows for s in spans]]
-    return Plan(plans[0].view, plans[0].shard, Spans(*(np.concatenate(table) for table in tables)))
+    return ConversionPlan(plans[0].view, plans[0].shard, Spans(*(np.concatenate(table) for table in tables)))
 
 
-def gather(plan: Plan, layers: range, out: Staging, sums: Tensor | None = None, *, held: range | None = None) -> None:
+def gather(
+    plan: ConversionPlan, layers: range, out: Staging, sums: Tensor | None = None, *, held: range | None = None
+) -> None:
     """Copy the spans' KV of these layers (numbers of the whole model) into extent order.
 
     Flat staging may be for more layers than these, `held`: they get their places among them.
@@ -188,13 +192,13 @@ def gather(plan: Plan, layers: range, out: Staging, sums: Tensor | None = None, 
     gather_rows(build_move(plan, layers, out, writable=True, sums=sums, held=held))
 
 
-def scatter(plan: Plan, layers: range, source: Staging) -> None:
+def scatter(plan: ConversionPlan, layers: range, source: Staging) -> None:
     """Copy extent order into the paged cache: the inverse of `gather`. No other byte of the cache is touched."""
     scatter_rows(build_move(plan, layers, source, writable=False))
 
 
 def build_move(
-    plan: Plan,
+    plan: ConversionPlan,
     layers: range,
     staging: Staging,
     *,
@@ -211,7 +215,7 @@ def build_move(
     indices = range(first, last + 1, max(layers.step // step, 1))
     first_head = shard.heads.start - view.heads.start
     heads = range(first_head, first_head + len(shard.heads))
-    staged: Compact | list[Target]
+    staged: Compact | list[ExtentTarget]
     if isinstance(staging, (Tensor, np.ndarray)) and staging.ndim == 1:
         held = layers if held is None else held
         if layers[0] not in held or layers[-1] not in held or (len(layers) > 1 and held.step != layers.step):
@@ -238,13 +242,13 @@ def _checked_blocks(block_ids: BlockIds, num_blocks: int) -> npt.NDArray[np.int6
 
 def _target(
     buffer: TileBuffer, shape: tuple[int, ...], device: torch.device, writable: bool, *, at_least: bool = False
-) -> Target:
+) -> ExtentTarget:
     """Where a buffer lies, if it has that shape in bytes and is on that device."""
     if isinstance(buffer, RawBuffer):
         tile = shape[-1]
         head_stride = tile if buffer.head_stride is None else buffer.head_stride
         layer_stride = shape[1] * head_stride if buffer.layer_stride is None else buffer.layer_stride
-        return Target(buffer.address, layer_stride, head_stride)
+        return ExtentTarget(buffer.address, layer_stride, head_stride)
     found = tuple(buffer.shape)
     fits = len(found) == 1 and found[0] >= shape[0] if at_least else found == shape
     if isinstance(buffer, Tensor):
@@ -259,4 +263,4 @@ def _target(
             f"expected {kind} of shape {shape} on {device}, contiguous in the last axis; got {buffer.dtype} of shape "
             f"{found} and strides {tuple(strides)}{'' if here else ' elsewhere'}"
         )
-    return Target(address, strides[0], strides[1] if len(found) > 1 else 0)
+    return ExtentTarget(address, strides[0], strides[1] if len(found) > 1 else 0)

@@ -80,7 +80,7 @@ class _Copy2D(ctypes.Structure):
     ]
 
 
-class Rows(NamedTuple):
+class CopyRows(NamedTuple):
     """Equal rows of bytes, at one pitch on each side."""
 
     width: int
@@ -94,7 +94,7 @@ class Copy(NamedTuple):
 
     target: int
     source: int
-    rows: Rows
+    rows: CopyRows
     depth: int = 1
     target_step: int = 0
     source_step: int = 0

@@ -19,11 +19,11 @@ import torch
 
 from headwater.kernels.touch import touch_rows
 from headwater.kv.topology import Shard
-from headwater.transfer.convert import Plan
-from headwater.transfer.copy import Copy, Rows, fits_driver, join_copies, run_copies
+from headwater.transfer.convert import ConversionPlan
+from headwater.transfer.copy import Copy, CopyRows, fits_driver, join_copies, run_copies
 
 
-class Piece(NamedTuple):
+class ExtentPiece(NamedTuple):
     """What is copied of each of some equal chunks."""
 
     shard: Shard
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 def copy_extents(
-    piece: Piece,
+    piece: ExtentPiece,
     extents: Sequence[tuple[int, int, *tuple[object, ...]]],
     staged: Sequence[int],
     model_heads: int,
@@ -66,7 +66,7 @@ def copy_extents(
 
 
 def touch_extents(
-    piece: Piece, extents: Sequence[tuple[int, int, *tuple[object, ...]]], model_heads: int, device: torch.device
+    piece: ExtentPiece, extents: Sequence[tuple[int, int, *tuple[object, ...]]], model_heads: int, device: torch.device
 ) -> None:
     """For copies to the host that are under way or about to begin: let the device translate where they go to.
 
@@ -79,7 +79,7 @@ def touch_extents(
 
 
 def _stored(
-    piece: Piece, extents: Sequence[tuple[int, int, *tuple[object, ...]]], model_heads: int
+    piece: ExtentPiece, extents: Sequence[tuple[int, int, *tuple[object, ...]]], model_heads: int
 ) -> npt.NDArray[np.int64]:
     """Where the piece of each chunk begins in its extent."""
     first = (piece.shard.layers.start * model_heads + piece.shard.heads.start) * piece.tile_bytes
@@ -95,7 +95,7 @@ def _stretches(segments: Sequence[int]) -> Iterator[tuple[int, int]]:
             first = at
 
 
-def _even(rows: Rows, targets: np.ndarray, sources: np.ndarray) -> Iterator[Copy]:
+def _even(rows: CopyRows, targets: np.ndarray, sources: np.ndarray) -> Iterator[Copy]:
     """Copies of stretches in which both sides go on at one distance; those of a few are left to `join_copies`."""
     to, of = np.diff(targets), np.diff(sources)
     bounds = [0, *(np.flatnonzero((to[1:] != to[:-1]) | (of[1:] != of[:-1])) + 2).tolist(), len(targets)]
@@ -110,13 +110,13 @@ def _even(rows: Rows, targets: np.ndarray, sources: np.ndarray) -> Iterator[Copy
 
 
 @lru_cache(maxsize=256)
-def _rows(width: int, height: int, target_pitch: int, source_pitch: int) -> Rows:
+def _rows(width: int, height: int, target_pitch: int, source_pitch: int) -> CopyRows:
     if height == 1 or target_pitch == source_pitch == width:
-        return Rows(width * height, 1, 0, 0)
-    return Rows(width, height, target_pitch, source_pitch)
+        return CopyRows(width * height, 1, 0, 0)
+    return CopyRows(width, height, target_pitch, source_pitch)
 
 
-def staged_starts(plan: Plan, num_layers: int) -> list[int]:
+def staged_starts(plan: ConversionPlan, num_layers: int) -> list[int]:
     """Where each span begins in flat staging, and where the last one ends."""
     scale = plan.view.spec.row_bytes * num_layers * len(plan.shard.heads)
     return [*(plan.spans.rows_before * scale).tolist(), plan.staged_bytes(num_layers)]

@@ -24,7 +24,7 @@ from headwater.pool.space import Space
 from headwater.pool.wait import Wait
 from headwater.stores.base import Arrived
 from headwater.transfer.load_job import Load
-from headwater.transfer.streams import Event
+from headwater.transfer.streams import DeviceEvent
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _TRIES = 3
 
 
 @dataclass(eq=False)
-class _Mark:
+class _Progress:
     """How far one chunk is."""
 
     record_id: int = 0
@@ -56,10 +56,10 @@ class Follow:
     name: str
     chunks: Sequence[ChunkRef]
     block_ids: npt.NDArray[np.int32]
-    asked: Event
+    asked: DeviceEvent
     wait: Wait
     started_s: float
-    marks: list[_Mark] = field(init=False)
+    progress: list[_Progress] = field(init=False)
     front: int = 0
     """Chunks before it are wholly issued."""
     segments: dict[int, tuple[Load, int]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Follow:
     """Nothing more is loaded for it: something was wrong, or nothing more comes."""
 
     def __post_init__(self) -> None:
-        self.marks = [_Mark() for _ in self.chunks]
+        self.progress = [_Progress() for _ in self.chunks]
         self.advanced_s = self.started_s
 
     @property
@@ -83,7 +83,7 @@ class Follow:
 
     def num_placed(self, num_layers: int) -> int:
         """Chunks, from the first on, of which all layers are in place."""
-        return next((i for i, mark in enumerate(self.marks) if mark.num_placed < num_layers), len(self.marks))
+        return next((i for i, one in enumerate(self.progress) if one.num_placed < num_layers), len(self.progress))
 
     def advance(self, now: float) -> None:
         """It has got further."""
@@ -97,7 +97,7 @@ class Follow:
         return idle_s >= (max(self.wait.start_s, 4 * self.longest_s) if self.front else self.wait.start_s)
 
 
-class Follower:
+class LoadFollower:
     """The followed loads of one loader. Has a thread of its own while there are any."""
 
     def __init__(
@@ -161,9 +161,9 @@ class Follower:
             start = self._shard.layers.index(segment.layers[0])
             if start:
                 num_good = self._num_same(follow, first, num_good)
-            for mark in follow.marks[first : first + num_good]:
-                if mark.num_placed == start:  # else a segment before this one was lost
-                    mark.num_placed = start + len(segment.layers)
+            for one in follow.progress[first : first + num_good]:
+                if one.num_placed == start:  # else a segment before this one was lost
+                    one.num_placed = start + len(segment.layers)
             if num_good < len(segment.chunks):
                 follow.is_stopped |= segment.is_damaged
                 self._take_back(follow, first + num_good)
@@ -176,19 +176,19 @@ class Follower:
             found = self._space.arrived(follow.chunks[first : first + count], self._shard)
         except HeadwaterError:
             return 0
-        marks = follow.marks[first : first + count]
-        differ = (i for i, (now, mark) in enumerate(zip(found, marks, strict=True)) if now.record_id != mark.record_id)
+        progress = follow.progress[first : first + count]
+        differ = (i for i, (now, one) in enumerate(zip(found, progress, strict=True)) if now.record_id != one.record_id)
         return next(differ, count)
 
     @staticmethod
     def _take_back(follow: Follow, number: int) -> None:
         """A chunk was not there any more when it was lent, or the load is over: look at it, and at those after it,
         again."""
-        for mark in follow.marks[number:]:
-            mark.num_issued = mark.num_placed
+        for one in follow.progress[number:]:
+            one.num_issued = one.num_placed
         follow.front = min(follow.front, number)
-        follow.marks[number].num_tries += 1
-        follow.is_stopped |= follow.marks[number].num_tries >= _TRIES
+        follow.progress[number].num_tries += 1
+        follow.is_stopped |= follow.progress[number].num_tries >= _TRIES
 
     # ---- the thread ---------------------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -204,10 +204,10 @@ class Follower:
                 try:
                     is_busy |= self._step(follow)
                 except HeadwaterError as error:
-                    log.warning("a load stops following the pool: %s", error)
+                    log.warning("a load stopped following chunks that are being filled: %s", error)
                     follow.is_stopped = True
                 except Exception:
-                    log.exception("a load stops following the pool")
+                    log.exception("a load stopped following chunks that are being filled")
                     follow.is_stopped = True
             if not is_busy:
                 now = time.monotonic()
@@ -241,10 +241,10 @@ class Follower:
             follow.is_stopped |= not follow.segments and follow.is_hopeless(first, now)
             return False
         rest = self._space.arrived(follow.chunks[front + 1 : front + SURVEY_CHUNKS], self._shard)
-        start, stop, count = follow.marks[front].num_issued, first.num_layers, 1
+        start, stop, count = follow.progress[front].num_issued, first.num_layers, 1
         for number, arrived in enumerate(rest, front + 1):
             is_alike = self._has_more(follow, number, arrived) and arrived.num_layers == stop
-            if not is_alike or follow.marks[number].num_issued != start:
+            if not is_alike or follow.progress[number].num_issued != start:
                 break
             count += 1
         follow.advance(now)
@@ -254,14 +254,14 @@ class Follower:
     def _has_more(self, follow: Follow, number: int, arrived: Arrived) -> bool:
         """Whether a chunk has layers to be loaded. Another copy than the one before is loaded from its first layer on,
         once nothing of the old one is under way."""
-        mark = follow.marks[number]
-        if mark.num_issued and arrived.record_id not in (0, mark.record_id):
+        one = follow.progress[number]
+        if one.num_issued and arrived.record_id not in (0, one.record_id):
             if follow.segments:
                 return False
-            mark.num_issued = mark.num_placed = 0
-        if not mark.num_issued:
-            mark.record_id = arrived.record_id
-        return arrived.num_layers > mark.num_issued
+            one.num_issued = one.num_placed = 0
+        if not one.num_issued:
+            one.record_id = arrived.record_id
+        return arrived.num_layers > one.num_issued
 
     def _load(self, follow: Follow, numbers: range, rows: range) -> None:
         chunks = follow.chunks[numbers.start : numbers.stop]
@@ -279,8 +279,8 @@ class Follower:
             is_segment=True,
         )
         follow.segments[id(segment)] = segment, numbers.start
-        for mark in follow.marks[numbers.start : numbers.stop]:
-            mark.num_issued = rows.stop
+        for one in follow.progress[numbers.start : numbers.stop]:
+            one.num_issued = rows.stop
         if rows.stop == len(self._shard.layers):
             follow.front = numbers.stop
         self._begin(segment)

@@ -26,7 +26,7 @@ from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.pool.wait import Wait
 from headwater.stores.base import Status
-from headwater.transfer.follow import Follow, Follower
+from headwater.transfer.follow import Follow, LoadFollower
 from headwater.transfer.layers import LOAD_GROUP_BYTES, MAX_LOAD_GROUPS, layer_groups
 from headwater.transfer.load_job import Load
 from headwater.transfer.movers import make_placer, mover_of
@@ -91,7 +91,7 @@ class Loader:
         self._changed = threading.Condition()
         """Guards `_open`; told whenever a load has got further."""
         self._pipeline = Pipeline(space, shard, self.placer, self._changed, is_landing=is_landing)
-        self._follower = Follower(space, shard, self._put_in, self._end_follow)
+        self._follower = LoadFollower(space, shard, self._put_in, self._end_follow)
         self._driving = threading.Lock()
         """Held while a load that goes layer by layer is launched or settled."""
         self._closing = False
@@ -244,7 +244,7 @@ class Loader:
             left_s = max(0.0, load.deadline - time.monotonic())
             is_good = self._changed.wait_for(lambda: load.is_handed or self._is_there(load, layer), left_s)
             if not is_good:
-                load.is_missed = load.is_given_up = True
+                load.is_missed = load.is_aborted = True
         return is_good
 
     def _launch(self, load: Load, *, wait: bool) -> bool:
@@ -253,7 +253,7 @@ class Loader:
                 return self._pipeline.launch(load, wait=wait)
             except Exception:
                 log.exception("a load failed; the engine computes what is missing")
-                load.is_missed = load.is_given_up = True
+                load.is_missed = load.is_aborted = True
                 load.is_launched.set()
                 return False
 
@@ -268,7 +268,7 @@ class Loader:
         with self._changed:
             stopped = [load for load in self._open if load.name == name]
             for load in stopped:
-                load.is_cancelled = load.is_given_up = True
+                load.is_cancelled = load.is_aborted = True
                 load.is_launched.set()
             self._changed.notify_all()
         for load in stopped:
@@ -285,7 +285,7 @@ class Loader:
             self._closing = True
             for load in self._open:
                 if load.layerwise:
-                    load.is_cancelled = load.is_given_up = True
+                    load.is_cancelled = load.is_aborted = True
                     load.is_launched.set()
             self._changed.notify_all()
         if self._thread.is_alive():
@@ -435,7 +435,7 @@ class Loader:
                 log.exception("the device does not answer")
         with self._changed:
             self._open.remove(load)
-            load.is_given_up = True
+            load.is_aborted = True
             self._changed.notify_all()
         if load.is_segment:
             self._follower.segment_ended(load, num_loaded)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headwater.kv.hashing import ChunkRef
 from headwater.stores.base import Loan
-from headwater.transfer.convert import Plan
+from headwater.transfer.convert import ConversionPlan
 from headwater.transfer.copy_threads import Gate
-from headwater.transfer.streams import PAST, Event
+from headwater.transfer.streams import PAST, DeviceEvent
 
 
 @dataclass(eq=False)
@@ -31,13 +31,13 @@ class Load:
     groups: list[range]
     """Layers that come together."""
     layerwise: bool
-    asked: Event
+    asked: DeviceEvent
     """When it was asked for: whatever the engine did with these blocks before must have ended."""
     deadline: float
     num_before: int = 0
     """Chunks before these that are in place already: they count in the report."""
     started_s: float = 0.0
-    parts: list[Part] = field(default_factory=list)
+    parts: list[LoadPart] = field(default_factory=list)
     num_issued: int = 0
     """Chunks whose copies were begun."""
     num_done: int = 0
@@ -54,7 +54,7 @@ class Load:
     """It is a part of a load that follows its chunks while they are filled: see `follow`."""
     num_good: int = field(init=False)
     """Layer by layer: chunks, from the first on, of which nothing is known to be missing or damaged."""
-    events: list[Event] = field(default_factory=list)
+    events: list[DeviceEvent] = field(default_factory=list)
     """By group: when it is in place. As many as have been launched."""
     next_part: int = 0
     """Of the group that is being launched: how many parts have been."""
@@ -63,7 +63,7 @@ class Load:
     is_launched: threading.Event = field(default_factory=threading.Event)
     """Nothing more of it will be launched."""
     is_cancelled: bool = False
-    is_given_up: bool = False
+    is_aborted: bool = False
     """It was cancelled, or is too late: nothing of it counts, and nobody need wait for the rest."""
     is_damaged: bool = False
     """Something did not verify."""
@@ -87,9 +87,9 @@ class Load:
 
     def has_launched(self, layer: int) -> bool:
         """Whether a layer (of the whole model) is in place in the order of the device, or nobody need wait for it."""
-        return self.is_given_up or len(self.events) > self.group_of(layer)
+        return self.is_aborted or len(self.events) > self.group_of(layer)
 
-    def event_of(self, layer: int) -> Event | None:
+    def event_of(self, layer: int) -> DeviceEvent | None:
         """When a layer that was launched is in place; None where it is given up."""
         group = self.group_of(layer)
         return self.events[group] if group < len(self.events) else None
@@ -107,14 +107,14 @@ class Stored(NamedTuple):
 
 
 @dataclass(eq=False)
-class Part:
+class LoadPart:
     """Consecutive chunks of a load that were looked up together. Without a loan they are read into private memory."""
 
     load: Load
     first: int
     """Number of its first chunk in the load."""
     chunks: Sequence[ChunkRef]
-    plan: Plan
+    plan: ConversionPlan
     loan: Loan | None = None
     stored: list[Stored] = field(default_factory=list)
     sums: Tensor | npt.NDArray[np.uint64] | None = None
@@ -129,14 +129,14 @@ class Part:
 
 
 @dataclass(eq=False)
-class Batch:
+class LoadBatch:
     """Some layers of some of a part's chunks, on their way."""
 
     load: Load
-    part: Part
+    part: LoadPart
     spans: range
     """Which of the part's chunks."""
-    plan: Plan
+    plan: ConversionPlan
     flat: Tensor | None = None
     num_bytes: int = 0
     """Of the staging."""
@@ -146,8 +146,8 @@ class Batch:
     """It was stopped because the load is over, not because something was wrong."""
     is_placed: bool = False
     """The mover has put it into the cache already."""
-    checked: Event = PAST
-    done: Event = PAST
+    checked: DeviceEvent = PAST
+    done: DeviceEvent = PAST
     """When its room in the staging is free again."""
     held: object = None
     """Device memory that must live until then."""

@@ -22,7 +22,7 @@ from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.transfer.extents import staged_starts
-from headwater.transfer.load_job import Batch, Load, Part, Stored
+from headwater.transfer.load_job import Load, LoadBatch, LoadPart, Stored
 from headwater.transfer.movers.base import Placer
 from headwater.transfer.streams import PAST
 
@@ -50,8 +50,8 @@ class Pipeline:
         """Whether chunks are lent where they are stored, and not read into private memory."""
         self.may_land = self.lends and space.has_lower_tiers
         """Whether chunks that the first tier lacks are worth looking for further down."""
-        self._in_flight: deque[Batch] = deque()
-        self._placing: deque[Batch] = deque()
+        self._in_flight: deque[LoadBatch] = deque()
+        self._placing: deque[LoadBatch] = deque()
         self.statuses: Counter[Status] = Counter()
         self.num_bytes = 0
 
@@ -178,7 +178,7 @@ class Pipeline:
         self._space.note_taken(load.num_good, load.num_good * self._layer_bytes * len(self._shard.layers))
         return load.num_good
 
-    def _bring_layers(self, load: Load, part: Part, layers: range, *, wait: bool) -> bool:
+    def _bring_layers(self, load: Load, part: LoadPart, layers: range, *, wait: bool) -> bool:
         """Bring some layers of what is good of a part, and write them without waiting for the answer."""
         at, stop = 0, min(len(part.chunks), load.num_good - part.first)
         while at < stop and not self.is_over(load):
@@ -210,7 +210,7 @@ class Pipeline:
         if not load.is_cancelled and time.monotonic() < load.deadline and not load.gate.is_closed:
             return False
         with self._changed:
-            load.is_given_up = True
+            load.is_aborted = True
             self._changed.notify_all()
         return True
 
@@ -220,11 +220,11 @@ class Pipeline:
         load.num_good = min(load.num_good, num_good)
 
     # ---- looking up and bringing --------------------------------------------------------------------------------
-    def _look_up(self, load: Load, first: int, size: int) -> Part | None:
+    def _look_up(self, load: Load, first: int, size: int) -> LoadPart | None:
         """Some chunks from a number on: as many of them as there are in a row, None where the first is missing."""
         chunks = load.chunks[first : first + size]
         if not self.lends:
-            return Part(load, first, chunks, self._placer.plan(chunks, load.block_ids))
+            return LoadPart(load, first, chunks, self._placer.plan(chunks, load.block_ids))
         shard = self._shard if load.layers == self._shard.layers else replace(self._shard, layers=load.layers)
         loan = self._space.lend(chunks, shard)
         try:
@@ -243,7 +243,7 @@ class Pipeline:
                 loan.release()
                 return None
             chunks = chunks[: len(stored)]
-            part = Part(load, first, chunks, self._placer.plan(chunks, load.block_ids), loan, stored)
+            part = LoadPart(load, first, chunks, self._placer.plan(chunks, load.block_ids), loan, stored)
             self._placer.expect(part, self._all_layers(shard, loan.sums[: len(stored)]))
         except BaseException:
             loan.release()
@@ -259,7 +259,7 @@ class Pipeline:
         whole[:, first : first + len(shard.layers)] = sums
         return whole
 
-    def _bring(self, part: Part, layers: range, spans: range, *, wait: bool = True) -> Batch | None:
+    def _bring(self, part: LoadPart, layers: range, spans: range, *, wait: bool = True) -> LoadBatch | None:
         """Begin to bring some layers of some of a part's chunks; None where there is no room now."""
         batch = self._placer.take(part, layers, spans)
         while batch is None and self._placing and (wait or self._placing[0].done.query()):
@@ -278,7 +278,7 @@ class Pipeline:
             raise
         return batch
 
-    def _read_through(self, load: Load, batch: Batch, layers: range) -> None:
+    def _read_through(self, load: Load, batch: LoadBatch, layers: range) -> None:
         """Where stored bytes cannot be lent: read by the store, from whichever tier has them, into private memory."""
         plan = batch.plan
         starts = staged_starts(plan, len(layers))
@@ -295,7 +295,7 @@ class Pipeline:
             self.statuses[statuses[count]] += 1
         self._placer.bring_landed(batch, whole[: starts[count]], count)
 
-    def _count(self, batch: Batch, num_good: int, num_bytes: int) -> None:
+    def _count(self, batch: LoadBatch, num_good: int, num_bytes: int) -> None:
         self.statuses[Status.OK] += num_good
         self.num_bytes += num_bytes
         if batch.part.loan is not None:

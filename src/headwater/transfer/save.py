@@ -23,10 +23,10 @@ from headwater.transfer.convert import gather, join_plans, plan_chunks
 from headwater.transfer.layers import GROUP_BYTES, layer_groups, save_group_bytes
 from headwater.transfer.movers import mover_of
 from headwater.transfer.ring import Room, StagingRing
-from headwater.transfer.save_job import Abort, Cut, Gathered, Open, PassOn, SaveJob, Wanted
+from headwater.transfer.save_job import Cut, Gathered, Open, PassOn, SaveAbort, SaveJob, SaveRequest
 from headwater.transfer.sender import Sender
 from headwater.transfer.sink import SaveSink
-from headwater.transfer.streams import PAST, Event, Stream, current_stream
+from headwater.transfer.streams import PAST, DeviceEvent, DeviceStream, current_stream
 from headwater.transfer.view import PagedView
 
 
@@ -59,14 +59,14 @@ class Saver:
         self._layer_bytes = heads * tile
         """Of one chunk."""
         self.ring = StagingRing(layers * heads * tile, staging_bytes, view.device, with_sums=True)
-        self._beside = Stream(view.device)
+        self._beside = DeviceStream(view.device)
         self._is_beside = False
         """Whether gathers may run there that the caller's stream has not waited for."""
-        self._passed: Event = PAST
+        self._passed: DeviceEvent = PAST
         """Where the newest group of layers begins."""
         self._open: list[SaveJob] = []
         """Of one step, so all of them are at the same layer and have the same groups."""
-        self._late: list[Wanted] = []
+        self._late: list[SaveRequest] = []
         """More than a step may have pending at a time: to be taken at its end, all layers at once."""
         self._is_in_step = False
         """Whether some layers of a step were announced, and not its last one."""
@@ -112,15 +112,15 @@ class Saver:
         Launches on the current stream; waits for room for `patience_s` at most. Between steps: in the middle of one,
         its saves are aborted.
         """
-        self.save_all([Wanted(name, chunks, block_ids)])
+        self.save_all([SaveRequest(name, chunks, block_ids)])
 
-    def save_all(self, wanted: Sequence[Wanted]) -> None:
+    def save_all(self, wanted: Sequence[SaveRequest]) -> None:
         """`save` for several requests, in one launch for all that have one tenant and adapter: a launch takes as long
         for one chunk as for a hundred. A chunk that several requests have is taken once, from the first of them."""
         for group in _by_root(wanted):
             self._save(group)
 
-    def _save(self, group: Sequence[Wanted]) -> None:
+    def _save(self, group: Sequence[SaveRequest]) -> None:
         plan = join_plans([plan_chunks(self._view, self._shard, each.chunks, each.block_ids) for each in group])
         chunks = [chunk for each in group for chunk in each.chunks]
         names = [each.name for each in group for _ in each.chunks]
@@ -144,7 +144,7 @@ class Saver:
     def _drop(self, chunks: Sequence[ChunkRef], names: Sequence[str]) -> None:
         """There is no room: tell this server's other ranks that these chunks will not be complete."""
         self._num_full += len(chunks)
-        self._sender.tell(Abort(list(zip(names, chunks, strict=True))))
+        self._sender.tell(SaveAbort(list(zip(names, chunks, strict=True))))
 
     # ---- layer by layer -----------------------------------------------------------------------------------------
     def begin(self, name: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
@@ -164,7 +164,7 @@ class Saver:
         num_open = sum([len(job.chunks) for job in self._open])
         room = max(0, self._max_pending() - num_open) if not self._late else 0
         if len(chunks) > room:
-            self._late.append(Wanted(name, chunks[room:], block_ids))
+            self._late.append(SaveRequest(name, chunks[room:], block_ids))
             chunks = chunks[:room]
         if not chunks:
             return
@@ -242,7 +242,7 @@ class Saver:
         for group in _by_root(late):
             self._save(group)
 
-    def _begin_step(self, first_layer: Event) -> None:
+    def _begin_step(self, first_layer: DeviceEvent) -> None:
         layer_bytes = self._layer_bytes * sum([len(job.chunks) for job in self._open])
         groups = layer_groups(self._shard.layers, layer_bytes, self._group_bytes or self._best_group(layer_bytes))
         for job in self._open:
@@ -258,7 +258,7 @@ class Saver:
     def _drop_finished(self) -> None:
         self._open = [job for job in self._open if job.num_layers < len(self._shard.layers) and job.num_kept]
 
-    def _join(self, stream: Stream) -> None:
+    def _join(self, stream: DeviceStream) -> None:
         """Let a stream wait for gathers that were launched beside it."""
         if self._is_beside:
             stream.wait(self._beside.record())
@@ -301,7 +301,7 @@ class Saver:
         self._sender.close(timeout_s)
 
     # ---- gathering ----------------------------------------------------------------------------------------------
-    def _take_rooms(self, job: SaveJob, before: Event) -> None:
+    def _take_rooms(self, job: SaveJob, before: DeviceEvent) -> None:
         """Room for a job's next group of layers; chunks that there is none for are aborted, from the last on."""
         unit, done = len(job.group) * self._layer_bytes, 0
         # The thread that launches a step is far ahead of the device. As long as that has not come to where the group
@@ -315,7 +315,7 @@ class Saver:
             self._sender.tell(Cut(job, done))
         job.parts = [job.plan.part(spans) for spans, _ in job.rooms]
 
-    def _gather_layer(self, job: SaveJob, layer: int, stream: Stream) -> None:
+    def _gather_layer(self, job: SaveJob, layer: int, stream: DeviceStream) -> None:
         """Launch the gathers of one layer: small ones hide where a computation leaves some of the device idle. After a
         group's last layer, hand the group to the sender."""
         group = job.group
@@ -365,13 +365,13 @@ class Saver:
             self._sender.tell(Cut(job, 0))
 
 
-def _by_root(wanted: Sequence[Wanted]) -> Iterable[Sequence[Wanted]]:
+def _by_root(wanted: Sequence[SaveRequest]) -> Iterable[Sequence[SaveRequest]]:
     """What can be saved together, each chunk once."""
     if len(wanted) == 1:
         return [wanted] if wanted[0].chunks else []
-    seen, same = set[bytes](), dict[bytes, list[Wanted]]()
+    seen, same = set[bytes](), dict[bytes, list[SaveRequest]]()
     for name, every, block_ids in wanted:
         if chunks := [chunk for chunk in every if chunk.key not in seen]:
             seen.update([chunk.key for chunk in chunks])
-            same.setdefault(chunks[0].root, []).append(Wanted(name, chunks, block_ids))
+            same.setdefault(chunks[0].root, []).append(SaveRequest(name, chunks, block_ids))
     return same.values()

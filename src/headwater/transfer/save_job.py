@@ -19,13 +19,13 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Reservation, Status
-from headwater.transfer.convert import Plan
+from headwater.transfer.convert import ConversionPlan
 from headwater.transfer.ring import Room
 from headwater.transfer.states import PartState
-from headwater.transfer.streams import Event
+from headwater.transfer.streams import DeviceEvent
 
 
-class Wanted(NamedTuple):
+class SaveRequest(NamedTuple):
     """Chunks of one request (in order, parents first), and its blocks from its first token on."""
 
     name: str
@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
     block_ids: npt.NDArray[np.int32]
 
 
-class Target(NamedTuple):
+class SaveTarget(NamedTuple):
     """An extent that this rank fills its part of."""
 
     segment: int
@@ -50,7 +50,7 @@ class SaveJob:
     chunks: Sequence[ChunkRef]
     names: Sequence[str]
     """By chunk: the request that it was taken from."""
-    plan: Plan
+    plan: ConversionPlan
     groups: list[range]
     taken_s: float = field(default_factory=time.monotonic)
     num_layers: int = 0
@@ -61,11 +61,11 @@ class SaveJob:
     """Chunks, from the first on, that there was room for."""
     rooms: list[tuple[range, Room]] = field(default_factory=list)
     """Where the layers of the next group go to: numbers of chunks, and their place."""
-    parts: list[Plan] = field(default_factory=list)
+    parts: list[ConversionPlan] = field(default_factory=list)
     """Their parts of the plan."""
     states: list[PartState] = field(init=False)
     """By chunk. This and everything below belongs to the sender's thread."""
-    targets: dict[int, Target] = field(default_factory=dict)
+    targets: dict[int, SaveTarget] = field(default_factory=dict)
     """By number of the chunk: the open extents, one for each part that is FILLING."""
     is_open: bool = False
     """Its extents are reserved all at once: its layers come in groups."""
@@ -82,7 +82,7 @@ class SaveJob:
         self.num_kept = len(self.chunks)
         self.states = [PartState.TAKEN] * len(self.chunks)
 
-    def add(self, chunks: Sequence[ChunkRef], names: Sequence[str], plan: Plan) -> None:
+    def add(self, chunks: Sequence[ChunkRef], names: Sequence[str], plan: ConversionPlan) -> None:
         """Take more chunks along, before the first layer; `plan` is for all of them."""
         self.chunks, self.names, self.plan = [*self.chunks, *chunks], [*self.names, *names], plan
         self.__post_init__()
@@ -124,25 +124,25 @@ class Gathered:
     job: SaveJob
     spans: range
     layers: range
-    plan: Plan | None
+    plan: ConversionPlan | None
     flat: Tensor
     added_up: Tensor | None
     """What the gather added up for the checksums."""
     room: Room
-    gathered: Event
+    gathered: DeviceEvent
     is_last: bool
     """Nothing more of this job follows."""
     sums: Tensor | None = None
     """On the device, once they are being computed. This and the next two belong to the mover."""
     sums_here: Tensor | None = None
-    hashed: Event | None = None
+    hashed: DeviceEvent | None = None
 
 
 class Open(NamedTuple):
     """Reserve a job's extents: its layers will follow."""
 
     job: SaveJob
-    first_layer: Event
+    first_layer: DeviceEvent
     """The end of its first one on the device."""
 
 
@@ -153,7 +153,7 @@ class Cut(NamedTuple):
     num_kept: int
 
 
-class Abort(NamedTuple):
+class SaveAbort(NamedTuple):
     """Chunks of which this rank brings nothing: the other ranks' parts of them are of no use."""
 
     tries: Sequence[tuple[str, ChunkRef]]
@@ -170,11 +170,11 @@ class PassOn(NamedTuple):
     """Give room back of which nothing will be stored."""
 
     room: Room
-    unused: Event
+    unused: DeviceEvent
     """When nobody writes into it any more."""
 
 
-class Batch(NamedTuple):
+class SaveBatch(NamedTuple):
     """Chunks on their way into their extents."""
 
     work: Gathered
@@ -184,10 +184,10 @@ class Batch(NamedTuple):
     """Of the ring."""
     commits: range
     """Chunks that are complete when this batch is in."""
-    copied: Event
+    copied: DeviceEvent
 
 
-Item = Gathered | Open | Cut | Abort | Resume | PassOn
+Item = Gathered | Open | Cut | SaveAbort | Resume | PassOn
 """What the sender is told to do, in this order."""
 
 

@@ -28,15 +28,15 @@ from headwater.transfer.layers import layers_before
 from headwater.transfer.movers import make_storer
 from headwater.transfer.ring import BATCH_BYTES, StagingRing
 from headwater.transfer.save_job import (
-    Batch,
     Cut,
     Gathered,
     Item,
     Open,
     PassOn,
     Resume,
+    SaveBatch,
     SaveJob,
-    Target,
+    SaveTarget,
     noted_tiles,
 )
 from headwater.transfer.sink import NoSink, SaveSink, show_layers
@@ -81,7 +81,7 @@ class Sender:
         self._aborts = Aborts(space, shard)
         self.watched = WatchedChunks(space)
         self._storer = make_storer(mover, space, view, shard)
-        self._in_flight: deque[Batch] = deque()
+        self._in_flight: deque[SaveBatch] = deque()
         self._filling: set[bytes] = set()
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._num_items = 0
@@ -234,7 +234,7 @@ class Sender:
             if not any(noted) and None not in places and self._filling.isdisjoint(keys):
                 # As usual: all of it is to be filled.
                 found = zip(addresses, places, extents, strict=True)
-                targets = [Target(a, a + p.offset, extent, p.segment) for a, p, extent in found if a and p]
+                targets = [SaveTarget(a, a + p.offset, extent, p.segment) for a, p, extent in found if a and p]
                 job.targets.update(zip(spans, targets, strict=True))
                 job.states[spans.start : spans.stop] = [PartState.FILLING] * len(spans)
                 self._filling.update(keys)
@@ -250,7 +250,7 @@ class Sender:
                     refused.append((spans[row], status))
                     extent.close()
                 else:
-                    job.targets[spans[row]] = Target(address, address + place.offset, extent, place.segment)
+                    job.targets[spans[row]] = SaveTarget(address, address + place.offset, extent, place.segment)
                     job.states[spans[row]] = PartState.FILLING
                     self._filling.add(chunk.key)
             if refused:
@@ -303,7 +303,7 @@ class Sender:
                     is_short = at_end and not job.is_open and spans.start > work.spans.start
                     going = [span for span in spans if span in job.targets]
                     copied = self._storer.copy(work, work.plan, going, starts, blocking=not is_short)
-                    self._in_flight.append(Batch(work, spans, size, commits, copied.event))
+                    self._in_flight.append(SaveBatch(work, spans, size, commits, copied.event))
                     left -= size
                     if at_end or len(self._in_flight) == self._storer.most_in_flight:
                         self._storer.hash(work)  # not sooner: the bus would wait for it

@@ -65,4 +65,4 @@ def show_layers(space: Space, shard: Shard, work: Gathered, spans: range, sink: 
             if good:
                 sink.noted([job.chunks[span] for span in good], layers)
     except Exception as error:
-        log.warning("layers could not be shown before the others: %s", error)
+        log.warning("committing some layers early failed; they are committed with the rest: %s", error)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A moment on a stream."""
 
     def synchronize(self) -> None:
@@ -29,10 +29,10 @@ class _Past:
         return True
 
 
-PAST: Event = _Past()
+PAST: DeviceEvent = _Past()
 
 
-class Stream:
+class DeviceStream:
     """Work of a device that runs in order: a stream of its own, or the caller's (`current_stream`)."""
 
     def __init__(self, device: torch.device, *, urgent: bool = False, stream: Any = None) -> None:
@@ -44,7 +44,7 @@ class Stream:
         """Work launched inside the `with` runs on this stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def record(self, *, blocking: bool = False) -> Event:
+    def record(self, *, blocking: bool = False) -> DeviceEvent:
         """An event that marks this moment. Waiting for a blocking one leaves the processor to others, and takes some
         microseconds more."""
         if self._stream is None:
@@ -53,15 +53,15 @@ class Stream:
         event.record(self._stream)
         return event
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         """Let later work of this stream wait for an event of another. The caller does not wait."""
         if self._stream is not None:
             self._stream.wait_event(event)
 
 
-def current_stream(device: torch.device) -> Stream:
+def current_stream(device: torch.device) -> DeviceStream:
     """The stream that the calling thread launches on now."""
-    return Stream(device, stream=torch.cuda.current_stream(device) if device.type == "cuda" else None)
+    return DeviceStream(device, stream=torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
 
 SWITCH_S = 0.000001

@@ -8,10 +8,10 @@ from torch import Tensor
 from headwater.errors import BufferMismatchError
 from headwater.kernels.extent import SUM_BYTES, adds_up
 from headwater.kernels.xxh3 import finish_tiles, xxh3_tiles
-from headwater.transfer.convert import Plan
+from headwater.transfer.convert import ConversionPlan
 
 
-def staged_checksums(plan: Plan, flat: Tensor, num_layers: int, added_up: Tensor | None = None) -> Tensor:
+def staged_checksums(plan: ConversionPlan, flat: Tensor, num_layers: int, added_up: Tensor | None = None) -> Tensor:
     """XXH3-64 of every tile in flat staging: int64 (spans, layers, heads) on its device, without waiting.
 
     On CUDA: two launches for each of `plan.groups`; one where the gather has left its sums (`added_up`) and could.
@@ -34,7 +34,7 @@ def staged_checksums(plan: Plan, flat: Tensor, num_layers: int, added_up: Tensor
     return sums
 
 
-def verify_staged(plan: Plan, flat: Tensor, num_layers: int, expected: Tensor) -> Tensor:
+def verify_staged(plan: ConversionPlan, flat: Tensor, num_layers: int, expected: Tensor) -> Tensor:
     """Whether every tile in flat staging is what `expected`, int64 (spans, layers, heads), says: bool of that shape.
 
     Does not wait: the answer lies on the device too.

@@ -201,7 +201,7 @@ def measure_profile(bench: Bench, sides: Sides, tokens: int) -> Body:
         answers.append(engine.command("profile", prompt=prompt))
     local = min(engine.ask([prompt])["seconds"] for _ in answers)
     answer = sorted(answers, key=lambda one: float(one["seconds"]))[len(answers) // 2]
-    timeline = moments(answer["marks"], answer["load_seconds"])
+    timeline = moments(answer["events"], answer["load_seconds"])
     return {
         "timeline": [[moment.what, moment.ms] for moment in timeline],
         "seconds": answer["seconds"],

@@ -93,11 +93,11 @@ class EngineCommands(Commands):
         """One first token, with the times of what led to it."""
         assert self._timeline is not None, "this engine was started without a timeline"
         before = self.metrics()
-        with self._timeline.recording() as marks:
+        with self._timeline.recording() as events:
             answer = self.generate([prompt], max_tokens=1)
         self.turn()
         answer["load_seconds"] = self.metrics().get(LOAD_TIME, 0.0) - before.get(LOAD_TIME, 0.0)
-        return {**answer, "marks": marks}
+        return {**answer, "events": events}
 
 
 class BusCommands:

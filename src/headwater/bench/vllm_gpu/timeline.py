@@ -1,4 +1,4 @@
-"""A table of where the milliseconds of one pool hit go, from the marks that `watch` took."""
+"""A table of where the milliseconds of one pool hit go, from the events that `watch` took."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Moment(NamedTuple):
     """Since the request was added."""
 
 
-def moments(marks: Sequence[Sequence[Any]], load_seconds: float = 0.0) -> list[Moment]:
+def moments(events: Sequence[Sequence[Any]], load_seconds: float = 0.0) -> list[Moment]:
     """The moments of one request, in order of time. Those that did not come are left out.
 
     `load_seconds` is the worker's own clock of the load: with it the end of the load is known more closely than by the
     step that noticed it.
     """
-    if not marks:
+    if not events:
         return []
-    ordered = sorted(marks, key=lambda mark: mark[1])
+    ordered = sorted(events, key=lambda event: event[1])
     origin = next((at for name, at, _ in ordered if name == "request begins"), ordered[0][1])
     found: list[Moment] = []
 
@@ -33,7 +33,7 @@ def moments(marks: Sequence[Sequence[Any]], load_seconds: float = 0.0) -> list[M
 
     add("request added", origin)
     add("prompt hashed", _first(ordered, "hash ends"))
-    asked = [mark for mark in ordered if mark[0] == "match ends"]
+    asked = [event for event in ordered if event[0] == "match ends"]
     later = f" (asked {len(asked)} times)" if len(asked) > 1 else ""
     add(f"matched{later}", next((at for _, at, number in asked if number > 0), None))
     allocated = add("blocks allocated, load ordered", _first(ordered, "allocation ends"))
@@ -64,14 +64,14 @@ def steps_between(timeline: Sequence[Moment]) -> list[tuple[str, float, float]]:
     return rows
 
 
-def _first(marks: Sequence[Sequence[Any]], name: str, since: float | None = None) -> float | None:
-    return next((at for found, at, _ in marks if found == name and (since is None or at >= since)), None)
+def _first(events: Sequence[Sequence[Any]], name: str, since: float | None = None) -> float | None:
+    return next((at for found, at, _ in events if found == name and (since is None or at >= since)), None)
 
 
-def _first_step(marks: Sequence[Sequence[Any]], name: str, since: float) -> float | None:
+def _first_step(events: Sequence[Sequence[Any]], name: str, since: float) -> float | None:
     """The first of these that had tokens to compute."""
-    return next((at for found, at, count in marks if found == name and count and at >= since), None)
+    return next((at for found, at, count in events if found == name and count and at >= since), None)
 
 
-def _last(marks: Sequence[Sequence[Any]], name: str) -> float | None:
-    return next((at for found, at, _ in reversed(marks) if found == name), None)
+def _last(events: Sequence[Sequence[Any]], name: str) -> float | None:
+    return next((at for found, at, _ in reversed(events) if found == name), None)

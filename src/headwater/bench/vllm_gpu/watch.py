@@ -1,7 +1,7 @@
 """When what happens between a request and its first token, inside one vLLM process with Headwater's connector.
 
 Methods of vLLM and of the connector's class are wrapped from outside before the engine is made, so only names of
-vLLM's own interface are used. Runs in the engine's process; `timeline` makes a table of the marks.
+vLLM's own interface are used. Runs in the engine's process; `timeline` makes a table of the events.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-Mark = list[Any]
+TimelineEvent = list[Any]
 """[name, seconds since some moment, a number or None]: a list, since it travels as JSON."""
 
 Detail = Callable[[tuple[Any, ...], Any], Any]
-"""Of a call's arguments and result: the number to note, or None where the call is not worth a mark."""
+"""Of a call's arguments and result: the number to note, or None where the call is not worth a event."""
 
 
 class Timeline:
     """Marks of one request at a time. Costs two clock readings a wrapped call."""
 
     def __init__(self) -> None:
-        self._marks: list[Mark] | None = None
+        self._events: list[TimelineEvent] | None = None
         for module, owner, method, name, detail in _WATCHED:
             self._watch(getattr(import_module(module), owner), method, name, detail)
 
     @contextmanager
-    def recording(self) -> Iterator[list[Mark]]:
-        """The marks of what is done inside."""
-        marks: list[Mark] = []
-        self._marks = marks
+    def recording(self) -> Iterator[list[TimelineEvent]]:
+        """The events of what is done inside."""
+        events: list[TimelineEvent] = []
+        self._events = events
         try:
-            yield marks
+            yield events
         finally:
-            self._marks = None
+            self._events = None
 
     def _watch(self, owner: type, method: str, name: str, detail: Detail) -> None:
         wrapped = getattr(owner, method, None)
@@ -45,15 +45,15 @@ class Timeline:
 
         @functools.wraps(wrapped)
         def timed(*arguments: Any, **named: Any) -> Any:
-            marks = self._marks
-            if marks is None:
+            events = self._events
+            if events is None:
                 return wrapped(*arguments, **named)
             begin = time.perf_counter()
             result = wrapped(*arguments, **named)
             end, noted = time.perf_counter(), detail(arguments, result)
             if noted is not None:
-                marks.append([f"{name} begins", begin, noted])
-                marks.append([f"{name} ends", end, noted])
+                events.append([f"{name} begins", begin, noted])
+                events.append([f"{name} ends", end, noted])
             return result
 
         setattr(owner, method, timed)

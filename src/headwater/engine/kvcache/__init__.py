@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headwater.engine.kvcache.base import CacheView, PlaneView
+from headwater.engine.kvcache.base import CachePlane, CacheView
 from headwater.engine.kvcache.layout import LAYOUTS, describe_cache, page_bytes
 from headwater.errors import EngineConfigError
 from headwater.kv.spec import KVSpec
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from headwater.engine.kvcache.paged import PagedKVCache
 
-__all__ = ["LAYOUTS", "Axes", "CacheView", "PlaneView", "create_kv_cache", "kv_page_bytes"]
+__all__ = ["LAYOUTS", "Axes", "CachePlane", "CacheView", "create_kv_cache", "kv_page_bytes"]
 
 
 def create_kv_cache(

@@ -12,7 +12,7 @@ from headwater.transfer.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)
-class PlaneView:
+class CachePlane:
     """One plane of one layer: element (block, token, head, dim) lies at `offset_bytes + Σ index × stride`."""
 
     layer: int
@@ -46,6 +46,6 @@ class CacheView:
     layers: range
     heads: range
     """Heads that this rank holds, counted over the whole model."""
-    planes: tuple[tuple[PlaneView, ...], ...]
+    planes: tuple[tuple[CachePlane, ...], ...]
     """By layer of this rank, then in the spec's order."""
     total_bytes: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwater.engine.kvcache.base import CacheView, PlaneView
+from headwater.engine.kvcache.base import CachePlane, CacheView
 from headwater.errors import EngineConfigError
 from headwater.kv.spec import DTYPE_BYTES, KVSpec
 from headwater.kv.topology import Shard
@@ -75,13 +75,13 @@ def arrange(spec: KVSpec, shard: Shard, num_pages: int, page_size: int, order: t
     if span > MAX_BYTES:
         raise EngineConfigError(f"{num_pages} pages of {page_size} tokens would be {span:,} bytes; use fewer")
 
-    def view(layer: int, number: int) -> PlaneView:
+    def view(layer: int, number: int) -> CachePlane:
         plane, step = spec.planes[number], steps[number] | shared
         element = DTYPE_BYTES[plane.dtype]
         strides = Axes(*(step[axis] // element for axis in ("page", "token", "head", "dim")))
         shape = Axes(num_pages + 1, page_size, heads, plane.width)
         offset = starts[number] + layer * step["layer"]
-        return PlaneView(shard.layers[layer], plane.name, plane.dtype, shape, strides, offset)
+        return CachePlane(shard.layers[layer], plane.name, plane.dtype, shape, strides, offset)
 
     planes = tuple(tuple(view(layer, number) for number in range(len(spec.planes))) for layer in range(layers))
     return CacheView(num_pages, page_size, shard.layers, shard.heads, planes, span)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.engine.kvcache.base import CacheView, PlaneView
+from headwater.engine.kvcache.base import CachePlane, CacheView
 from headwater.errors import MemoryBudgetError
 from headwater.kernels.dtypes import TORCH_DTYPES
 
@@ -32,7 +32,7 @@ class PagedKVCache:
         return self._planes[layer]
 
     @property
-    def views(self) -> tuple[tuple[PlaneView, ...], ...]:
+    def views(self) -> tuple[tuple[CachePlane, ...], ...]:
         """Where the tensors of `planes` lie, by layer and plane."""
         return self.view.planes
 
@@ -73,7 +73,7 @@ def _allocate(num_bytes: int, device: torch.device) -> Tensor:
         ) from error
 
 
-def _tensor(data: Tensor, plane: PlaneView) -> Tensor:
+def _tensor(data: Tensor, plane: CachePlane) -> Tensor:
     elements = data.view(TORCH_DTYPES[plane.dtype])
     offset = elements.storage_offset() + plane.offset_bytes // plane.element_bytes
     return elements.as_strided(tuple(plane.shape), tuple(plane.strides), offset)

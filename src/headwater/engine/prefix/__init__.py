@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headwater.engine.pages import PagePool
-from headwater.engine.prefix.base import Handle, InsertResult, Match, PrefixCache
+from headwater.engine.prefix.base import Handle, InsertResult, PrefixCache, PrefixMatch
 from headwater.engine.prefix.naive import NaivePrefixCache
 from headwater.engine.prefix.radix import RadixPrefixCache
 from headwater.errors import EngineConfigError
 
-__all__ = ["PREFIX_CACHES", "Handle", "InsertResult", "Match", "PrefixCache", "create_prefix_cache"]
+__all__ = ["PREFIX_CACHES", "Handle", "InsertResult", "PrefixCache", "PrefixMatch", "create_prefix_cache"]
 
 PREFIX_CACHES: dict[str, Callable[[PagePool, int], PrefixCache]] = {
     "radix": RadixPrefixCache,

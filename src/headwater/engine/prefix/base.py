@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from headwater.engine.pages import PageId
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """The longest cached prefix of some tokens. True until the next `evict` or `reset`: only a lock makes it last.
 
     What another tier could add beyond the engine's own pages belongs in a field beside these.
@@ -65,7 +65,7 @@ class PrefixCache(Protocol):
         """Pages that `evict` could free now. O(1)."""
         ...
 
-    def match(self, token_ids: Sequence[int], tenant: bytes = b"") -> Match:
+    def match(self, token_ids: Sequence[int], tenant: bytes = b"") -> PrefixMatch:
         """The longest prefix of `token_ids` that this tenant has cached. Changes nothing: no lock, no node, no recency.
 
         Pass a prompt without its last token, so that one is always left to compute. O(tokens).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headwater.engine.pages import CACHED, PageId, PagePool
-from headwater.engine.prefix.base import Handle, InsertResult, Match
+from headwater.engine.prefix.base import Handle, InsertResult, PrefixMatch
 from headwater.errors import EngineError
 
 
@@ -28,8 +28,8 @@ class NaivePrefixCache:
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
 
-    def match(self, token_ids: Sequence[int], tenant: bytes = b"") -> Match:
-        return Match(0, [])
+    def match(self, token_ids: Sequence[int], tenant: bytes = b"") -> PrefixMatch:
+        return PrefixMatch(0, [])
 
     def lock(self, token_ids: Sequence[int], num_tokens: int, tenant: bytes = b"") -> Handle:
         if num_tokens:

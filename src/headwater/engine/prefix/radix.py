@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from headwater.engine.pages import CACHED, PageId, PagePool
 from headwater.engine.prefix.audit import audit
-from headwater.engine.prefix.base import Handle, InsertResult, Match
+from headwater.engine.prefix.base import Handle, InsertResult, PrefixMatch
 from headwater.engine.prefix.tree import LeafQueue, Node
 from headwater.errors import EngineError, TokenError
 
@@ -62,16 +62,16 @@ class RadixPrefixCache:
         return self._num_evictable
 
     # ---- looking ------------------------------------------------------------------------------------------------
-    def match(self, token_ids: Sequence[int], tenant: bytes = b"") -> Match:
+    def match(self, token_ids: Sequence[int], tenant: bytes = b"") -> PrefixMatch:
         # Most prompts that miss do so on their first page: those cost one page, not the whole prompt.
         first, root = self._encode(token_ids[: self._page_size]), self._roots.get(tenant)
         if root is None or first not in root.children:
-            return Match(0, [])
+            return PrefixMatch(0, [])
         node, inside = self._descend(root, self._encode(token_ids))
         pages = _pages_to(node)
         if inside:
             del pages[len(pages) - len(node.pages) + inside :]
-        return Match(len(pages) * self._page_size, pages)
+        return PrefixMatch(len(pages) * self._page_size, pages)
 
     def _descend(self, node: Node, data: bytes) -> tuple[Node, int]:
         """Follow `data` down from below `node`: the last node reached, and how many of its pages agree if not all."""

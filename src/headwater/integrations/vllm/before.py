@@ -131,8 +131,8 @@ def check_before(states: Sequence[FileState], config: Any) -> None:
     where, changed_ns = last_change(_uncertain(states, config))
     if where and changed_ns >= server_start_ns(config) - START_MARGIN_NS:
         raise WeightsChangedError(
-            f"{where!r} was changed after the server started, or shortly before, so the weights that run may be "
-            "others; restart to use the pool"
+            f"{where!r} was changed after the server started, or shortly before, so the weights that run may "
+            "differ from the files; restart to use the pool"
         )
 
 

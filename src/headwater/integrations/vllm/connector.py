@@ -33,7 +33,7 @@ from headwater.connector.worker import WorkerSide
 from headwater.integrations.vllm.adapters import check_loaded
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import as_vllm_event
-from headwater.integrations.vllm.messages import Greeting, StepMetadata, WorkerMetadata
+from headwater.integrations.vllm.messages import StepMetadata, WorkerGreeting, WorkerMetadata
 from headwater.integrations.vllm.options import read_options, settle_load_mode
 from headwater.integrations.vllm.reloads import Freshness
 from headwater.integrations.vllm.startup import (
@@ -180,14 +180,14 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear what the workers did."""
-        self._hear(connector_output)
+        self._handle_report(connector_output)
         invalid = connector_output.invalid_block_ids
         if self._takeback is not None and invalid:
             # An exception here ends vLLM: the next tokens would be wrong. Where nobody has kept the account of who
             # computed what from which blocks, nothing is believed any more.
             self._takeback.take_back(invalid | self._steps.side.wrong_blocks if self._steps is not None else None)
 
-    def _hear(self, connector_output: KVConnectorOutput) -> None:
+    def _handle_report(self, connector_output: KVConnectorOutput) -> None:
         told = connector_output.kv_connector_worker_meta
         report = told.report if isinstance(told, WorkerMetadata) else None
         if self._steps is None:
@@ -199,7 +199,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(told, WorkerMetadata) and self._epoch in told.stale:
             self._stale_epoch = self._epoch
         with self._survive():
-            self._steps.hear(report, connector_output.invalid_block_ids or set())
+            self._steps.handle_report(report, connector_output.invalid_block_ids or set())
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -209,7 +209,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         Inside `MultiConnector` the greetings of another connector may come instead: then the first reports tell.
         """
         pool = self._options.connector.pool
-        greetings = [given for given in metadata.values() if isinstance(given, Greeting) and given.pool == pool]
+        greetings = [given for given in metadata.values() if isinstance(given, WorkerGreeting) and given.pool == pool]
         declined = next((greeting.declined for greeting in greetings if greeting.declined), "")
         reason = declined or self._why_apart({given.home for given in greetings})
         if self._steps is not None and reason:
@@ -252,7 +252,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             yield
         except Exception as error:
-            log.exception("Headwater fails, and is left")
+            log.exception("Headwater failed; vLLM goes on without it")
             self._switch_off(f"{type(error).__name__}: {error}")
 
     def _why_apart(self, homes: AbstractSet[str]) -> str:
@@ -278,7 +278,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             )
             return
         transfer.kv_load_failure_policy = "recompute"
-        log.info("Headwater: kv_load_failure_policy is set to recompute: what the pool cannot give is computed")
+        log.info("Headwater: kv_load_failure_policy is set to recompute, so a failed load is computed instead")
 
     # ---- the worker side ----------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -308,13 +308,13 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             yield
         except Exception as error:
-            log.exception("Headwater fails in this worker, and is left")
+            log.exception("Headwater failed in this worker; vLLM goes on without it")
             self._decline(f"{type(error).__name__}: {error}")
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Whether this worker takes part, and where its pool is."""
         declined = self._worker.reason if isinstance(self._worker, IdleWorker) else ""
-        return Greeting(self._options.connector.pool, declined, self._member.home if self._member else "")
+        return WorkerGreeting(self._options.connector.pool, declined, self._member.home if self._member else "")
 
     @timed
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

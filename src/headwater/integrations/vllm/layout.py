@@ -23,7 +23,7 @@ Planes = list[Tensor]
 """One layer's planes, each as [block, token, head, dim]."""
 
 
-class Candidate(NamedTuple):
+class LayoutCandidate(NamedTuple):
     """A way in which a layer's tensor may be laid out."""
 
     name: str
@@ -66,9 +66,9 @@ def _reshaped(cache: Tensor, rows: int, width: int) -> Tensor:
 
 
 CANDIDATES = (
-    Candidate("rows of K and V side by side", _side_by_side),
-    Candidate("planes of K and V, K turned", _turned_keys),
-    Candidate("planes of K and V", _plane_after_plane),
+    LayoutCandidate("rows of K and V side by side", _side_by_side),
+    LayoutCandidate("planes of K and V, K turned", _turned_keys),
+    LayoutCandidate("planes of K and V", _plane_after_plane),
 )
 
 

@@ -39,7 +39,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class Greeting(KVConnectorHandshakeMetadata):
+class WorkerGreeting(KVConnectorHandshakeMetadata):
     """What a worker says of itself once, when its cache is there."""
 
     pool: str = field(repr=False)

@@ -67,7 +67,8 @@ def read_options(extra: Mapping[str, Any], kv_role: str | None) -> Options:
             raise EngineConfigError(f"kv_connector_extra_config has {name!r}; known are {', '.join(sorted(_TYPES))}")
         expected = _TYPES[name]
         if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-            raise EngineConfigError(f"kv_connector_extra_config: {name} cannot be a {type(value).__name__}")
+            wanted = " or ".join(kind.__name__ for kind in (expected if isinstance(expected, tuple) else (expected,)))
+            raise EngineConfigError(f"kv_connector_extra_config: {name} is a {type(value).__name__}; expected {wanted}")
     settings = dict(extra)
     own = {name: settings.pop(name) for name in ("sample_weights", "epoch", "peer_listen") if name in settings}
     chunk_tokens = check_chunk_tokens(settings.pop("chunk_tokens", DEFAULT_CHUNK_TOKENS))

@@ -16,7 +16,7 @@ from headwater.integrations.vllm.declined import DeclinedError
 from headwater.integrations.vllm.layout import CANDIDATES, candidate_views, check_dtype
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard
-from headwater.transfer.convert import Span, gather, plan_spans
+from headwater.transfer.convert import PageSpan, gather, plan_spans
 from headwater.transfer.view import PagedView
 
 DIGIT = 128
@@ -45,7 +45,7 @@ def _reads_patterns(view: PagedView, shard: Shard, tensors: Sequence[Tensor], at
     blocks = [min(3, view.num_blocks - 1), min(1, view.num_blocks - 1)]
     num_tokens = 2 * view.block_size if blocks[0] != blocks[1] else view.block_size
     blocks = blocks[: num_tokens // view.block_size]
-    plan = plan_spans(view, shard, [Span(blocks, 0, num_tokens)])
+    plan = plan_spans(view, shard, [PageSpan(blocks, 0, num_tokens)])
     kept = [tensor[blocks].clone() for tensor in tensors]
     try:
         for digit in range(_num_digits(view.spec, num_tokens, len(shard.heads))):

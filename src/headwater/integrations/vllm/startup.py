@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.connector.events import Listener
+from headwater.connector.events import EventListener
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.staging import with_staging
 from headwater.connector.worker import WorkerSide
@@ -110,7 +110,7 @@ def check_hosts(parallel: Any) -> None:
         )
 
 
-def start_scheduling(config: Any, cache: Any, options: Options, listener: Listener) -> tuple[Steps, Membership]:
+def start_scheduling(config: Any, cache: Any, options: Options, listener: EventListener) -> tuple[Steps, Membership]:
     """The scheduler side. Raises DeclinedError."""
     check_hosts(config.parallel_config)
     member = join(config, cache, options, name_weights(config, options), is_first=False)

@@ -148,7 +148,7 @@ class PoolFigures:
                 store = self._pool.stats().store
             except Exception:  # no figures are better than no vLLM
                 self._is_broken = True
-                log.exception("Headwater: the pool's figures cannot be read, and are not reported any more")
+                log.exception("Headwater: reading the pool's figures failed; they are not reported any more")
                 return {}
             values = merge(*((host_values if kind else own_values)(store) for kind in due))
             counters = {name: series for name, series in values.items() if BY_NAME[name].kind == "counter"}

@@ -8,7 +8,7 @@ from typing import Any
 from headwater.connector.orders import ASYNC, StepOrders, StepReport
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.tracker import Inputs, Scheduled
-from headwater.connector.transfers import KEY, Transfer, parse_transfer
+from headwater.connector.transfers import KEY, TransferParams, parse_transfer
 from headwater.errors import InvalidArgumentError
 from headwater.integrations.vllm.adapters import Adapters
 from headwater.integrations.vllm.inputs import request_inputs
@@ -98,10 +98,10 @@ class Steps:
         """Whether there is something else to wait for: a load, which the workers wait for, or an earlier step."""
         return self.side.is_loading or any(request.num_in_flight_tokens for request in self._requests.values())
 
-    def hear(self, report: StepReport | None, invalid_blocks: set[int]) -> None:
+    def handle_report(self, report: StepReport | None, invalid_blocks: set[int]) -> None:
         """What the workers said after a step."""
-        self.side.hear(report, invalid_blocks)
-        for _ in self.side.pushes.hear(report or StepReport()):
+        self.side.handle_report(report, invalid_blocks)
+        for _ in self.side.pushes.handle_report(report or StepReport()):
             pass  # its answer did not wait for it
 
     def finish(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
@@ -147,10 +147,10 @@ class Steps:
         return request_inputs(request, self._adapters)
 
 
-def _transfer(request: Any) -> Transfer | None:
+def _transfer(request: Any) -> TransferParams | None:
     """What the request says of KV that another server sends. vLLM has accepted the request, so it cannot be refused."""
     try:
         return parse_transfer(getattr(request, "kv_transfer_params", None))
     except InvalidArgumentError as error:
-        log.warning("a request expects nothing from elsewhere: %s", error)
+        log.warning("the kv_transfer_params of a request are ignored: %s", error)
         return None

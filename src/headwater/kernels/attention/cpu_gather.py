@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwater.kernels.attention.cpu_plan import Tokens
+from headwater.kernels.attention.cpu_plan import GatheredTokens
 
 
 class CpuPlane(NamedTuple):
@@ -37,7 +37,7 @@ class Gatherer:
     def __init__(self) -> None:
         self._scratch: dict[str, Tensor] = {}
 
-    def gather(self, plane: CpuPlane, tokens: Tokens) -> Tensor:
+    def gather(self, plane: CpuPlane, tokens: GatheredTokens) -> Tensor:
         """The KV of `tokens` as [tokens, heads, dim], in scratch memory that the next gather of this name reuses."""
         if plane.rows is None:
             return plane.pages[tokens.pages, tokens.offsets]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.attention.cpu_gather import CpuPlane, Gatherer
-from headwater.kernels.attention.cpu_plan import CpuPlan, DecodePlan, PrefillPlan, Tokens
+from headwater.kernels.attention.cpu_plan import CpuPlan, DecodePlan, GatheredTokens, PrefillPlan
 from headwater.kernels.attention.latent import merge_parts
 
 BLOCK_ROWS = 2048
@@ -94,7 +94,7 @@ class LatentStep:
         lse = (top + total.log()).view(num_queries, num_heads)
         return acc.view(num_queries, num_heads, -1), lse
 
-    def _keys(self, tokens: Tokens) -> Tensor:
+    def _keys(self, tokens: GatheredTokens) -> Tensor:
         latent = self._gatherer.gather(self._latent, tokens)
         rope = self._gatherer.gather(self._rope, tokens)
         return torch.cat((latent, rope), dim=-1).squeeze(1).to(self._q.dtype)

@@ -30,7 +30,7 @@ tokens that cost less than another call."""
 
 
 @dataclass(frozen=True)
-class Tokens:
+class GatheredTokens:
     """KV to gather: token j is in page `pages[j]` at `offsets[j]`."""
 
     pages: Tensor
@@ -49,7 +49,7 @@ class Group(NamedTuple):
 
     units: slice
     length: int
-    tokens: Tokens
+    tokens: GatheredTokens
     mask: Tensor | None
     """[units, 1, 1, length]: 0, and -inf where padded; None where nothing is."""
 
@@ -83,7 +83,7 @@ class PrefillPlan(NamedTuple):
 
     rows: slice
     num_before: int
-    tokens: Tokens
+    tokens: GatheredTokens
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _group(batch: AttentionBatch, units: list[_Unit], begin: int, end: int) -> G
     mask = None
     if members[0].length < length:
         mask = torch.zeros(len(members), length).masked_fill_(places >= lengths, -math.inf)[:, None, None]
-    tokens = Tokens(pages.flatten().long(), (positions - columns * batch.page_size).flatten())
+    tokens = GatheredTokens(pages.flatten().long(), (positions - columns * batch.page_size).flatten())
     return Group(slice(begin, end), length, tokens, mask)
 
 
@@ -177,5 +177,5 @@ def _plan_prefill(batch: AttentionBatch, request: int) -> PrefillPlan:
     positions = torch.arange(kv_len)
     pages = batch.page_table[request].long()[positions // batch.page_size]
     return PrefillPlan(
-        slice(start, start + num_queries), kv_len - num_queries, Tokens(pages, positions % batch.page_size)
+        slice(start, start + num_queries), kv_len - num_queries, GatheredTokens(pages, positions % batch.page_size)
     )

@@ -54,14 +54,14 @@ class Connection:
             except (BlockingIOError, TimeoutError):
                 sent = 0
             except OSError as error:
-                raise PeerGoneError(f"the peer is gone: {error.strerror or error}") from error
+                raise PeerGoneError(f"the connection to the peer broke: {error.strerror or error}") from error
             while first < len(todo) and sent >= len(todo[first]):
                 sent -= len(todo[first])
                 first += 1
             if sent:
                 todo[first] = todo[first][sent:]
             if first < len(todo) and time.monotonic() >= deadline:
-                raise PeerTimeoutError("the peer takes nothing any more")
+                raise PeerTimeoutError("the peer stopped reading")
 
     def _send_some(self, pieces: Pieces) -> int:
         return self._sock.sendmsg(pieces)
@@ -86,22 +86,22 @@ class Connection:
                 got += more
             except (BlockingIOError, TimeoutError):
                 if is_over():
-                    raise PeerTimeoutError("the peer says nothing any more") from None
+                    raise PeerTimeoutError("the peer sent nothing in time") from None
             except OSError as error:
-                raise PeerGoneError(f"the peer is gone: {error.strerror or error}") from error
+                raise PeerGoneError(f"the connection to the peer broke: {error.strerror or error}") from error
         return bytes(raw)
 
     def receive_meta(self, raw: bytes, deadline: float, kind: Type | None = None) -> tuple[Header, bytes]:
         """The rest of a frame whose header has come."""
         header = decode_header(raw)
         if kind is not None and (header.type not in (kind, Type.REFUSE) or header.data_bytes):
-            raise WireError(f"a {header.type.name} frame instead of a {kind.name}")
+            raise WireError(f"got a {header.type.name} frame; expected {kind.name}")
         meta = bytearray(header.meta_bytes)
         self.receive_into([memoryview(meta)], deadline)
         header.check(meta)
         if header.type == Type.REFUSE:
             code, text = decode_refusal(bytes(meta))
-            raise PeerRefusedError(f"the peer refuses: {text}", code)
+            raise PeerRefusedError(f"the peer refused: {text}", code)
         return header, bytes(meta)
 
     def receive_into(self, pieces: Pieces, deadline: float) -> None:
@@ -117,14 +117,14 @@ class Connection:
             except (BlockingIOError, TimeoutError):
                 got = 0
             except OSError as error:
-                raise PeerGoneError(f"the peer is gone: {error.strerror or error}") from error
+                raise PeerGoneError(f"the connection to the peer broke: {error.strerror or error}") from error
             while first < len(todo) and got >= len(todo[first]):
                 got -= len(todo[first])
                 first += 1
             if got:
                 todo[first] = todo[first][got:]
             if first < len(todo) and time.monotonic() >= deadline:
-                raise PeerTimeoutError("the peer says nothing any more")
+                raise PeerTimeoutError("the peer sent nothing in time")
 
     def _receive_some(self, pieces: Pieces) -> int:
         return self._sock.recvmsg_into(pieces, 0, socket.MSG_WAITALL)[0]
@@ -195,7 +195,7 @@ def wrap(
         return TlsConnection(wrapped)
     except (OSError, ValueError) as error:
         sock.close()
-        raise PeerError(f"no TLS with the peer: {error}") from error
+        raise PeerError(f"TLS with the peer failed: {error}") from error
 
 
 def listen(address: PeerAddress) -> socket.socket:

@@ -35,7 +35,7 @@ from headwater.errors import (
 )
 from headwater.locks import ForkSafeLock
 from headwater.stores.embedded.core import Core
-from headwater.stores.embedded.data import Data, FileData, MappedData
+from headwater.stores.embedded.data import DataArea, FileData, MappedData
 from headwater.stores.embedded.index import Index
 from headwater.stores.embedded.journal import CURSOR_PREFIX, EVENTS_FILE
 from headwater.stores.embedded.layout import (
@@ -233,7 +233,7 @@ def _open_files(url: StoreUrl, directory: str, members: SharedMembers, *, is_giv
     finally:
         os.close(fd)
     index = Index(mapping, geometry)
-    data: Data = MappedData(geometry, directory) if url.scheme == "shm" else FileData(geometry, directory)
+    data: DataArea = MappedData(geometry, directory) if url.scheme == "shm" else FileData(geometry, directory)
     core = Core(str(url), geometry, index, members, data, create_policy(geometry.policy), directory)
     if not fresh:
         _settle(core)

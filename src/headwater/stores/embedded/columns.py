@@ -28,7 +28,7 @@ _FIXED_BYTES = 128
 _STATE = np.uint64(7)
 
 
-class Found(NamedTuple):
+class FoundRecords(NamedTuple):
     """Records under some keys, copied and verified as one would be."""
 
     good: npt.NDArray[np.bool_]
@@ -52,7 +52,7 @@ class Columns:
         self._index = index
 
     # ---- without a lock -----------------------------------------------------------------------------------------
-    def find(self, keys: Sequence[bytes]) -> Found:
+    def find(self, keys: Sequence[bytes]) -> FoundRecords:
         """The records of some keys. A microsecond each."""
         index = self._index
         wanted = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 4)
@@ -64,7 +64,7 @@ class Columns:
         sums = np.array([checksum(raw[at : at + size]) for at in range(0, len(raw), size)], np.uint64)
         states = words & _STATE
         good = inside & (states != FREE) & ((sums & ~_STATE) | states == words) & (fixed[:, :4] == wanted).all(axis=1)
-        return Found(good, cells, words, fixed)
+        return FoundRecords(good, cells, words, fixed)
 
     def noted(self, entries: Sequence[Entry], numbers: npt.NDArray[np.int64]) -> list[int]:
         """`Index.noted` of many records of one shape."""

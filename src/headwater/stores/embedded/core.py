@@ -1,6 +1,6 @@
 """The parts of one open embedded store, and the two ways to change it: a transaction, and more storage.
 
-A transaction holds the write lock and nothing but memory operations. It leaves a mark while it runs, so that
+A transaction holds the write lock and nothing but memory operations. It sets DIRTY while it runs, so that
 whoever takes the lock after its death rebuilds the index first.
 """
 
@@ -19,7 +19,7 @@ from headwater.errors import DeadlineError, HeadwaterError, StoreClosedError, St
 from headwater.kv.topology import Shard
 from headwater.locks import ForkSafeLock
 from headwater.stores.embedded.columns import Columns
-from headwater.stores.embedded.data import Data
+from headwater.stores.embedded.data import DataArea
 from headwater.stores.embedded.index import Index, IndexDamage
 from headwater.stores.embedded.janitor import Janitor
 from headwater.stores.embedded.journal import Journal
@@ -73,7 +73,7 @@ class Core:
         geometry: Geometry,
         index: Index,
         members: Members,
-        data: Data,
+        data: DataArea,
         policy: EvictionPolicy,
         directory: str | None = None,
     ) -> None:
@@ -109,7 +109,7 @@ class Core:
     def transact(self, work: Callable[[], T], deadline: float) -> T:
         """Run `work` under the write lock. Raises DeadlineError where the lock is not to be had in time."""
         if not self.members.lock(deadline):
-            raise DeadlineError(f"{self.name}: another process holds the write lock and does not let go")
+            raise DeadlineError(f"{self.name}: another process held the write lock past the deadline")
         words = self.index.words
         try:
             for _ in range(2):
@@ -124,7 +124,7 @@ class Core:
                     words[Word.DIRTY] = 0  # raised on purpose, before anything was changed
                     raise
                 except (IndexDamage, IndexError, OverflowError, ValueError, struct.error) as error:
-                    # Only noise in the index leads here; the mark stays, so that the next round rebuilds.
+                    # Only noise in the index leads here; DIRTY stays set, so that the next round rebuilds.
                     log.warning("%s: the index contradicts itself (%s)", self.name, error)
                     continue
                 words[Word.DIRTY] = 0
@@ -144,7 +144,7 @@ class Core:
             # A full device is no reason to stop: the pool lives on in the segments it has.
             self._grow_after = time.monotonic() + _GROW_PAUSE_S
             reason = "no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
-            log.warning("%s: segment %d gets no storage (%s); evicting instead", self.name, segment, reason)
+            log.warning("%s: no storage for segment %d (%s); evicting instead", self.name, segment, reason)
             return False
 
         def activate() -> None:

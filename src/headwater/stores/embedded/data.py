@@ -39,7 +39,7 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-class Data(Protocol):
+class DataArea(Protocol):
     """Segments of bytes, addressed by one global offset. A range never crosses a segment."""
 
     mapped: bool

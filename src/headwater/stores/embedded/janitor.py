@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from headwater.stores.embedded.data import Data
+from headwater.stores.embedded.data import DataArea
 from headwater.stores.embedded.index import Entry, Index
 from headwater.stores.embedded.layout import (
     CHUNK,
@@ -53,7 +53,7 @@ class Janitor:
         geometry: Geometry,
         index: Index,
         members: Members,
-        data: Data,
+        data: DataArea,
         policy: EvictionPolicy,
         note: Callable[[EventKind, Record | None], None] = lambda kind, record: None,
     ) -> None:

@@ -57,7 +57,7 @@ class Journal:
             ring = self._ring or self._attach(create=True)
         except OSError as error:
             kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
-            raise kind(f"{self._directory}: its events cannot be kept: {error.strerror}") from error
+            raise kind(f"{self._directory}: its events cannot be stored: {error.strerror}") from error
         self._words[Word.EVENTS] = 1
         return ring
 

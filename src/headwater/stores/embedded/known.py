@@ -21,7 +21,7 @@ _COLUMN_BYTES = 16 << 20
 """Memory for checksums, per spec and handle."""
 
 
-class Found(NamedTuple):
+class FoundTiles(NamedTuple):
     """For each chunk of a read: is it known, its cell, its extent, the checksums of the tiles asked for."""
 
     good: npt.NDArray[np.bool_]
@@ -44,7 +44,7 @@ class KnownTiles:
         self._offset = np.zeros(self._room, np.int64)
         self._sums = np.zeros((self._room, spec.num_tiles), np.uint64)
 
-    def look_up(self, chunks: Sequence[ChunkRef], num_tokens: int, numbers: npt.NDArray[np.int64]) -> Found:
+    def look_up(self, chunks: Sequence[ChunkRef], num_tokens: int, numbers: npt.NDArray[np.int64]) -> FoundTiles:
         """What is known of each chunk, copied out: slots change hands when another thread needs the room."""
         get = self._slots.get
         with self._lock:
@@ -52,7 +52,7 @@ class KnownTiles:
             word_at = self._word_at[slots]
             good = (self._state_words[word_at] == self._word[slots]) & (self._tokens[slots] == num_tokens)
             offsets, sums = self._offset[slots], self._sums[slots[:, None], numbers]
-        return Found(good & (slots >= 0), word_at // WORDS_PER_CELL, offsets, sums)
+        return FoundTiles(good & (slots >= 0), word_at // WORDS_PER_CELL, offsets, sums)
 
     def remember(self, key: bytes, word_at: int, word: int, offset: int, num_tokens: int, sums: memoryview) -> None:
         """Note a record. When there is no room, everything else is forgotten first."""

@@ -51,7 +51,7 @@ class Loaded(NamedTuple):
         return same and state_words[self.word_at] == self.word
 
 
-class Plan:
+class TileReadPlan:
     """Tiles to copy, as five numbers each: piece, layer and head there, offset of the stored bytes, checksum."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class Reader:
     # ---- reading ------------------------------------------------------------------------------------------------
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline: float) -> list[Status]:
         """See `stores.base.Store.read`."""
-        spec, words, plan = root.space.spec, self._index.state_words, Plan()
+        spec, words, plan = root.space.spec, self._index.state_words, TileReadPlan()
         statuses = [Status.OK] * len(pieces)
         loaded: list[Loaded | None] = [None] * len(pieces)
         for i, (chunk, shard, tiles, _) in enumerate(pieces):

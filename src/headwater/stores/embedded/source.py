@@ -21,7 +21,7 @@ from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.layout import COMPLETE
 from headwater.stores.embedded.reader import Reader
-from headwater.stores.workers import in_lanes
+from headwater.stores.workers import run_in_threads
 
 _THREADS = 4
 
@@ -55,7 +55,7 @@ class ExtentSource:
         def work(i: int) -> None:
             fillings[i] = self._fill(root.space.spec, chunks[i], extents[i], deadline)
 
-        in_lanes((partial(work, i) for i in range(len(chunks))), min(_THREADS, len(chunks)))
+        run_in_threads((partial(work, i) for i in range(len(chunks))), min(_THREADS, len(chunks)))
         return fillings
 
     def _fill(self, spec: KVSpec, chunk: ChunkRef, extent: Tiles, deadline: float) -> Filling:

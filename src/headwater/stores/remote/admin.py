@@ -11,7 +11,7 @@ import numpy as np
 
 from headwater.stores.base import Progress
 from headwater.stores.events import EventKind
-from headwater.stores.remote.announce import Announcer, Told
+from headwater.stores.remote.announce import Announcer, LogEvent
 from headwater.stores.remote.base import ObjectClient
 from headwater.stores.remote.manifest import MAX_MANIFEST_BYTES, Manifest, Names, is_of_other_version
 from headwater.stores.remote.plan import tile_sums
@@ -39,12 +39,12 @@ class RemoteAdmin:
         if match is None:
             removed = self._client.remove_prefix(f"{self._names.prefix}:m:", deadline)
             self._client.remove_prefix(f"{self._names.prefix}:", deadline, but=self._names.log)
-            self._remove([], [Told(EventKind.CLEARED)], deadline)
+            self._remove([], [LogEvent(EventKind.CLEARED)], deadline)
             return removed
         chosen: dict[bytes, bool] = {}
         removed = 0
         for found in self._manifests(deadline):
-            doomed, told = list[str](), list[Told]()
+            doomed, told = list[str](), list[LogEvent]()
             for name, manifest in found:
                 if manifest is None:
                     doomed.append(name)
@@ -53,15 +53,17 @@ class RemoteAdmin:
                     chosen[manifest.root] = match(*self._description(manifest.root, deadline))
                 if chosen[manifest.root]:
                     doomed += self._names.all_of(manifest)
-                    told.append(Told.of(EventKind.REMOVED, manifest))
+                    told.append(LogEvent.of(EventKind.REMOVED, manifest))
             removed += len(told)
             self._remove(doomed, told, deadline)
             if progress is not None:
                 progress(removed, removed)
-        self._remove([], [Told(EventKind.CLEARED, root) for root, is_chosen in chosen.items() if is_chosen], deadline)
+        self._remove(
+            [], [LogEvent(EventKind.CLEARED, root) for root, is_chosen in chosen.items() if is_chosen], deadline
+        )
         return removed
 
-    def _remove(self, names: Sequence[str], told: Sequence[Told], deadline: float) -> None:
+    def _remove(self, names: Sequence[str], told: Sequence[LogEvent], deadline: float) -> None:
         self._client.remove(names, deadline, self._announcer.notice(told))
         self._announcer.happened(told)
 
@@ -101,7 +103,7 @@ class RemoteAdmin:
                     chunks, tiles, num_bytes = chunks + 1, tiles + len(manifest.sums), num_bytes + manifest.num_bytes
                 else:
                     damaged += 1
-                    told = [] if manifest is None else [Told.of(EventKind.REMOVED, manifest)]
+                    told = [] if manifest is None else [LogEvent.of(EventKind.REMOVED, manifest)]
                     self._remove(names, told, deadline)
             if progress is not None:
                 progress(chunks, chunks)

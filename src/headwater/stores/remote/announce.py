@@ -23,10 +23,10 @@ ORIGIN_BYTES = 8
 _ENTRY = struct.Struct("<4s8sB3xII32s")
 _SUM = struct.Struct("<Q")
 ENTRY_BYTES = _ENTRY.size + _SUM.size
-_TOLD = (EventKind.STORED, EventKind.REMOVED, EventKind.CLEARED)
+_LOGGED = (EventKind.STORED, EventKind.REMOVED, EventKind.CLEARED)
 
 
-class Told(NamedTuple):
+class LogEvent(NamedTuple):
     """One event. Without a key: to everything, or nobody knows to what."""
 
     kind: EventKind
@@ -35,7 +35,7 @@ class Told(NamedTuple):
     num_tokens: int = 0
 
     @classmethod
-    def of(cls, kind: EventKind, manifest: Manifest) -> Told:
+    def of(cls, kind: EventKind, manifest: Manifest) -> LogEvent:
         """What happened to the chunk of that manifest."""
         return cls(kind, manifest.key, manifest.number, manifest.num_tokens)
 
@@ -45,18 +45,18 @@ class Told(NamedTuple):
         return body + _SUM.pack(checksum(body))
 
 
-def decode(raw: bytes) -> tuple[bytes, Told] | None:
-    """The origin and the event that `Told.encode` wrote; None for anything else."""
+def decode(raw: bytes) -> tuple[bytes, LogEvent] | None:
+    """The origin and the event that `LogEvent.encode` wrote; None for anything else."""
     body = raw[: _ENTRY.size]
     if len(raw) != ENTRY_BYTES or _SUM.unpack(raw[_ENTRY.size :])[0] != checksum(body):
         return None
     magic, origin, kind, number, num_tokens, key = _ENTRY.unpack(body)
-    if magic != MAGIC or kind not in _TOLD:
+    if magic != MAGIC or kind not in _LOGGED:
         return None
-    return origin, Told(EventKind(kind), key if key != bytes(KEY_BYTES) else b"", number, num_tokens)
+    return origin, LogEvent(EventKind(kind), key if key != bytes(KEY_BYTES) else b"", number, num_tokens)
 
 
-Listener = Callable[[Sequence[Told]], None]
+Listener = Callable[[Sequence[LogEvent]], None]
 
 
 class Announcer:
@@ -69,16 +69,16 @@ class Announcer:
         self.listeners: list[Listener] = []
         """Called after something has happened, in the thread that did it."""
 
-    def notice(self, events: Sequence[Told]) -> Notice:
+    def notice(self, events: Sequence[LogEvent]) -> Notice:
         """For the client, to go along with what is done."""
         return Notice(self._names.log, [event.encode(self.origin) for event in events])
 
-    def happened(self, events: Sequence[Told]) -> None:
+    def happened(self, events: Sequence[LogEvent]) -> None:
         """It is done: tell this host."""
         for listener in self.listeners if events else ():
             listener(events)
 
-    def foreign(self, values: Sequence[bytes]) -> list[Told]:
+    def foreign(self, values: Sequence[bytes]) -> list[LogEvent]:
         """What others did, of entries of the log."""
         found = [decode(value) for value in values]
         return [entry[1] for entry in found if entry is not None and entry[0] != self.origin]

@@ -17,7 +17,7 @@ from headwater.stores.base import Status
 Bytes = npt.NDArray[np.uint8]
 
 
-class Span(NamedTuple):
+class ObjectRange(NamedTuple):
     """A range of one object, and where its bytes go: contiguous targets that it fills one after another."""
 
     name: str
@@ -66,7 +66,7 @@ class Survey(NamedTuple):
     tails: list[tuple[int, ...]]
 
 
-class Usage(NamedTuple):
+class BackendUsage(NamedTuple):
     """How full a backend is, as far as it says so; zeros where it does not."""
 
     used_bytes: int
@@ -84,7 +84,7 @@ Position = tuple[int, int]
 """A place in a log. They only grow."""
 
 
-class Heard(NamedTuple):
+class LogEntries(NamedTuple):
     """Entries of a log after some position, oldest first, and where they end."""
 
     values: list[bytes]
@@ -103,7 +103,7 @@ MAX_TAILS = 8
 class ObjectClient(Protocol):
     """One backend. Thread-safe. Deadlines are values of time.monotonic()."""
 
-    lanes: int
+    num_writers: int
     """How many batches are best written at a time: one, unless each spends much of its time waiting."""
     has_log: bool
     """Whether it can keep a log that all hosts read. Where it cannot, notices go nowhere."""
@@ -118,7 +118,7 @@ class ObjectClient(Protocol):
     def fetch(self, names: Sequence[str], limit: int, deadline: float) -> list[bytes | None]:
         """Small objects, whole. Longer than `limit` is None."""
 
-    def read(self, spans: Sequence[Span], deadline: float, landed: Landed) -> None:
+    def read(self, spans: Sequence[ObjectRange], deadline: float, landed: Landed) -> None:
         """Bring ranges to their targets, and say at once which have landed, so that they can be verified while they are
         in the cache and others arrive. Nothing is written to a target, and nothing said, after the return."""
 
@@ -132,7 +132,7 @@ class ObjectClient(Protocol):
     def remove(self, names: Sequence[str], deadline: float, notice: Notice | None = None) -> None:
         """Forget objects. Those that are not there are no matter. The notice goes along."""
 
-    def hear(self, log: str, after: Position | None, limit: int, deadline: float) -> Heard | None:
+    def read_log(self, log: str, after: Position | None, limit: int, deadline: float) -> LogEntries | None:
         """Entries of a log after a position (None: after its end, to begin there); None where there is no log to be
         had: the backend knows none, or does not let us."""
 
@@ -149,7 +149,7 @@ class ObjectClient(Protocol):
         """Names that begin like this. For administrators: it may look at everything. Raises BackendError where the
         backend cannot list."""
 
-    def usage(self, deadline: float) -> Usage:
+    def usage(self, deadline: float) -> BackendUsage:
         """How full it is."""
 
     def close(self) -> None:

@@ -29,21 +29,21 @@ from headwater.locks import ForkSafeLock
 from headwater.stores.base import Status
 from headwater.stores.remote.base import (
     MAX_TAILS,
+    BackendUsage,
     Bytes,
-    Heard,
     Landed,
+    LogEntries,
     NewManifest,
     NewObject,
     Notice,
+    ObjectRange,
     Position,
-    Span,
     Survey,
-    Usage,
 )
 from headwater.stores.remote.mooncake_config import MooncakeConfig, own_address
 from headwater.stores.remote.mooncake_master import MasterMetrics
 from headwater.stores.remote.mooncake_near import NearMemory, find_near
-from headwater.stores.remote.mooncake_stream import Arrived, Stream
+from headwater.stores.remote.mooncake_stream import MooncakeStream, StreamedBatch
 from headwater.stores.remote.staging import Blocks
 from headwater.stores.url import StoreUrl
 from headwater.stores.workers import Workers
@@ -65,7 +65,7 @@ _TAILS = struct.Struct(f"<{MAX_TAILS}I")
 class MooncakeClient:
     """One client of one cluster. See `base.ObjectClient`."""
 
-    lanes = 3
+    num_writers = 3
     has_log = False  # objects by name are all it has: none that grows, and no names that could be listed
 
     def __init__(self, url: StoreUrl) -> None:
@@ -123,7 +123,7 @@ class MooncakeClient:
         return tuple(n for n in _TAILS.unpack(raw) if n) if raw is not None and len(raw) == _TAILS.size else ()
 
     # ---- reading ------------------------------------------------------------------------------------------------
-    def read(self, spans: Sequence[Span], deadline: float, landed: Landed) -> None:
+    def read(self, spans: Sequence[ObjectRange], deadline: float, landed: Landed) -> None:
         """See `base.ObjectClient`. What is far comes in batches; meanwhile what is near is copied and verified, and
         then one batch while others arrive."""
         near = self._near
@@ -143,16 +143,16 @@ class MooncakeClient:
 
     def _read_far(
         self,
-        spans: Sequence[Span],
+        spans: Sequence[ObjectRange],
         numbers: Sequence[int],
         meanwhile: Callable[[], None],
         deadline: float,
         landed: Landed,
     ) -> None:
-        stream = Stream(self._ready(deadline), spans, self._blocks, deadline)
+        stream = MooncakeStream(self._ready(deadline), spans, self._blocks, deadline)
         job = self._workers.begin(stream.work)
         if job is None:
-            raise BackendError("every thread waits for a call that does not end")
+            raise BackendError("all threads are blocked in calls that do not return")
         try:
             meanwhile()
             left = len(spans)
@@ -167,7 +167,9 @@ class MooncakeClient:
         finally:
             stream.abandon()
 
-    def _land(self, arrived: Arrived, spans: Sequence[Span], numbers: Sequence[int], landed: Landed) -> None:
+    def _land(
+        self, arrived: StreamedBatch, spans: Sequence[ObjectRange], numbers: Sequence[int], landed: Landed
+    ) -> None:
         """Copy a batch to its targets one by one: what was copied is still in the cache when it is verified."""
         (batch, places), block, codes = arrived
         for i, at, code in zip(batch, places, self._codes(codes, len(batch)), strict=True):
@@ -229,7 +231,7 @@ class MooncakeClient:
     def _list_tail(self, name: str, num_tokens: int, deadline: float) -> None:
         """Put a length in front. Two hosts that do so at once may lose one: a tail that is not found, nothing more."""
         if not self._listing.acquire(max(0.0, deadline - time.monotonic())):
-            raise DeadlineError("other lists of tails take too long")
+            raise DeadlineError("waiting for other updates of tail lists took too long")
         try:
             known = self._tails(name, deadline)
             if known[:1] == (num_tokens,):
@@ -241,7 +243,7 @@ class MooncakeClient:
             self._listing.release()
 
     # ---- keeping and forgetting ---------------------------------------------------------------------------------
-    def hear(self, log: str, after: Position | None, limit: int, deadline: float) -> Heard | None:
+    def read_log(self, log: str, after: Position | None, limit: int, deadline: float) -> LogEntries | None:
         """See `base.ObjectClient`."""
         return None
 
@@ -265,13 +267,13 @@ class MooncakeClient:
         """See `base.ObjectClient`: the master says that on the port of its metrics, not to its clients."""
         return self._metrics.names(prefix, deadline)
 
-    def usage(self, deadline: float) -> Usage:
+    def usage(self, deadline: float) -> BackendUsage:
         """See `base.ObjectClient`. Zeros where the master's metrics cannot be asked."""
         self._exists([f"{self._name}?"], deadline)
         try:
             return self._metrics.usage(deadline)
         except (BackendError, DeadlineError):
-            return Usage(0, 0)
+            return BackendUsage(0, 0)
 
     # ---- the client ---------------------------------------------------------------------------------------------
     def contribute(self) -> None:
@@ -288,7 +290,11 @@ class MooncakeClient:
             self._given = True
         answer = store.allocate_and_mount_segment(size, self._config.protocol)
         if answer.get("ret"):
-            log.warning("%s did not take the memory of this host: %s", self._name, answer.get("ret"))
+            log.warning(
+                "%s could not add this host's memory to the pool (error %s); its segment is not used",
+                self._name,
+                answer.get("ret"),
+            )
             self._given = False
         elif self._config.prefer_local:
             tries = (find_near(store, self._replication) for _ in range(_NEAR_TRIES))

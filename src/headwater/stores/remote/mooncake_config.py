@@ -89,7 +89,7 @@ def _read_file() -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{CONFIG_VARIABLE}: {path!r} cannot be read: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{CONFIG_VARIABLE}: {path!r} holds no JSON object")
+        raise ConfigError(f"{CONFIG_VARIABLE}: {path!r} does not hold a JSON object")
     master = data.get("master_server_address", "h:1")
     if not isinstance(master, str) or not master.rpartition(":")[2].isdecimal():
         raise ConfigError(f"{CONFIG_VARIABLE}: master_server_address in {path!r} must be HOST:PORT")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 from headwater.errors import BackendError, DeadlineError
-from headwater.stores.remote.base import Usage
+from headwater.stores.remote.base import BackendUsage
 
 DEFAULT_METRICS_PORT = 9003
 _LONGEST_NAME = 1024
@@ -32,7 +32,7 @@ class MasterMetrics:
             if line.startswith(prefix):
                 yield line
 
-    def usage(self, deadline: float) -> Usage:
+    def usage(self, deadline: float) -> BackendUsage:
         """How full the cluster is."""
         found = dict.fromkeys(_USAGE, 0)
         size = 0
@@ -43,7 +43,7 @@ class MasterMetrics:
                 found[name] = int(float(value))
             if size > _MOST_METRICS_BYTES:
                 break
-        return Usage(*found.values())
+        return BackendUsage(*found.values())
 
     def _lines(self, path: str, deadline: float) -> Iterator[str]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=_left(deadline))
@@ -59,7 +59,7 @@ class MasterMetrics:
             raise DeadlineError(f"the master's port {self._port} does not answer in time") from error
         except (OSError, http.client.HTTPException) as error:
             raise BackendError(
-                f"Mooncake's clients cannot list what there is, only its master can, and nobody answers at "
+                f"Mooncake's clients cannot list what there is, only its master can, and there is no answer at "
                 f"{self._host}:{self._port} ({error}); say where its metrics are with metrics=PORT"
             ) from error
         finally:

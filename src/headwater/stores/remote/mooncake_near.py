@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from headwater.errors import DeadlineError
-from headwater.stores.remote.base import Bytes, Landed, Span
-from headwater.stores.workers import in_lanes
+from headwater.stores.remote.base import Bytes, Landed, ObjectRange
+from headwater.stores.workers import run_in_threads
 
 _PROBE_BYTES = 64
-_LANES = 2
+_THREADS = 2
 _ALONE_BELOW = 4 << 20
 
 
@@ -56,7 +56,7 @@ class NearMemory:
             self._closed = True
             return not self._users
 
-    def locate(self, replicas: Mapping[str, Sequence[Any]], spans: Sequence[Span]) -> dict[int, int]:
+    def locate(self, replicas: Mapping[str, Sequence[Any]], spans: Sequence[ObjectRange]) -> dict[int, int]:
         """Which spans lie here, and where their bytes begin."""
         found = {}
         for number, span in enumerate(spans):
@@ -71,7 +71,7 @@ class NearMemory:
                     break
         return found
 
-    def land(self, spans: Sequence[Span], places: Mapping[int, int], deadline: float, landed: Landed) -> None:
+    def land(self, spans: Sequence[ObjectRange], places: Mapping[int, int], deadline: float, landed: Landed) -> None:
         """Copy spans to their targets, in two threads: one alone cannot use the memory's bandwidth. The memory must be
         in use."""
 
@@ -86,7 +86,7 @@ class NearMemory:
         source = self._bytes
         length = sum(spans[number].length for number in places)
         works = (partial(copy, number, at) for number, at in places.items())
-        in_lanes(works, _LANES if length > _ALONE_BELOW else 1)
+        run_in_threads(works, _THREADS if length > _ALONE_BELOW else 1)
 
 
 def find_near(store: Any, replication: Any) -> NearMemory | None:

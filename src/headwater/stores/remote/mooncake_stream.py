@@ -10,42 +10,42 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from headwater.errors import BackendError, DeadlineError
-from headwater.stores.remote.base import Bytes, Span
+from headwater.stores.remote.base import Bytes, ObjectRange
 from headwater.stores.remote.staging import Blocks
 
 _AHEAD = 3
 _NOT_FOUND = -704
 
 
-class Batch(NamedTuple):
+class StreamBatch(NamedTuple):
     """Spans that fit into one block, and where each begins there."""
 
     spans: range
     places: list[int]
 
 
-class Arrived(NamedTuple):
+class StreamedBatch(NamedTuple):
     """A batch whose bytes are in a block."""
 
-    batch: Batch
+    batch: StreamBatch
     block: Bytes
     codes: list[int]
 
 
-class Stream:
+class MooncakeStream:
     """Batches on their way into blocks, one after another, as long as somebody takes them out again.
 
     The library's thread is up to `_AHEAD` blocks ahead of the one that verifies. A block belongs to the thread that
     fills it, then to the queue, then to whoever takes it out.
     """
 
-    def __init__(self, store: Any, spans: Sequence[Span], blocks: Blocks, deadline: float) -> None:
+    def __init__(self, store: Any, spans: Sequence[ObjectRange], blocks: Blocks, deadline: float) -> None:
         self._store = store
         self._spans = spans
         self._blocks = blocks
         self._deadline = deadline
         self._room = threading.Semaphore(_AHEAD)
-        self._arrived: queue.SimpleQueue[Arrived | Exception | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[StreamedBatch | Exception | None] = queue.SimpleQueue()
         self._abandoned = False
 
     def work(self) -> None:
@@ -57,13 +57,13 @@ class Stream:
                 spans = [self._spans[i] for i in batch.spans]
                 block = self._blocks.take(sum(span.length for span in spans), self._deadline)
                 if block is None:
-                    raise BackendError("all transfer buffers wait for calls that do not end")
+                    raise BackendError("all transfer buffers are held by calls that do not return")
                 try:
                     codes = _get(self._store, block, spans, batch.places)
                 except BaseException:
                     self._blocks.give_back(block)
                     raise
-                self._arrived.put(Arrived(batch, block, codes))
+                self._arrived.put(StreamedBatch(batch, block, codes))
         except Exception as error:
             self._arrived.put(error)
         finally:
@@ -71,7 +71,7 @@ class Stream:
             if self._abandoned:
                 self._drain()
 
-    def next(self) -> Arrived:
+    def next(self) -> StreamedBatch:
         """The next batch. Raises DeadlineError where it does not come in time."""
         try:
             arrived = self._arrived.get(timeout=max(0.0, self._deadline - time.monotonic()))
@@ -83,7 +83,7 @@ class Stream:
             raise BackendError(f"Mooncake failed to read: {arrived}") from arrived
         return arrived
 
-    def done_with(self, arrived: Arrived) -> None:
+    def done_with(self, arrived: StreamedBatch) -> None:
         """Its bytes have been copied."""
         self._blocks.give_back(arrived.block)
         self._room.release()
@@ -98,11 +98,11 @@ class Stream:
         with contextlib.suppress(queue.Empty):
             while True:
                 arrived = self._arrived.get_nowait()
-                if isinstance(arrived, Arrived):
+                if isinstance(arrived, StreamedBatch):
                     self._blocks.give_back(arrived.block)
 
 
-def _get(store: Any, block: Bytes, spans: Sequence[Span], places: Sequence[int]) -> list[int]:
+def _get(store: Any, block: Bytes, spans: Sequence[ObjectRange], places: Sequence[int]) -> list[int]:
     """Whole objects in one batch, ranges in another: the library is much faster for the former."""
     codes = [_NOT_FOUND] * len(spans)
     start = block.ctypes.data
@@ -126,12 +126,12 @@ def _get(store: Any, block: Bytes, spans: Sequence[Span], places: Sequence[int])
     return codes
 
 
-def _batches(spans: Sequence[Span], most: int) -> list[Batch]:
-    batches, start, used, places = list[Batch](), 0, 0, list[int]()
+def _batches(spans: Sequence[ObjectRange], most: int) -> list[StreamBatch]:
+    batches, start, used, places = list[StreamBatch](), 0, 0, list[int]()
     for i, span in enumerate(spans):
         if places and used + span.length > most:
-            batches.append(Batch(range(start, i), places))
+            batches.append(StreamBatch(range(start, i), places))
             start, used, places = i, 0, []
         places.append(used)
         used += span.length
-    return [*batches, Batch(range(start, len(spans)), places)] if places else batches
+    return [*batches, StreamBatch(range(start, len(spans)), places)] if places else batches

@@ -12,7 +12,7 @@ from headwater.kv.encoding import RAW, stored_tile_bytes
 from headwater.kv.format import checksum, gather_part, part_rows
 from headwater.kv.spec import KVSpec
 from headwater.stores.base import Piece, Tiles
-from headwater.stores.remote.base import Bytes, Span
+from headwater.stores.remote.base import Bytes, ObjectRange
 from headwater.stores.remote.manifest import Manifest, Names
 
 
@@ -32,13 +32,13 @@ class Proof(NamedTuple):
         return True
 
 
-class Plan:
+class ObjectReadPlan:
     """Spans of one read, each with its proof. Pieces of context-parallel readers go through scratch memory."""
 
     def __init__(self, spec: KVSpec, names: Names) -> None:
         self._spec = spec
         self._names = names
-        self.spans: list[Span] = []
+        self.spans: list[ObjectRange] = []
         self.proofs: list[Proof] = []
         self._scratch: dict[int, Tiles] = {}
 
@@ -68,7 +68,7 @@ class Plan:
             else:
                 offset, length = (inside * width + shard.heads.start) * size, len(tiles) * size
                 whole = not offset and length == len(manifest.pieces[held]) * width * size
-                self.spans.append(Span(self._names.piece(manifest, held), offset, length, tiles, whole))
+                self.spans.append(ObjectRange(self._names.piece(manifest, held), offset, length, tiles, whole))
                 self.proofs.append(Proof(number, tiles, expected))
             at = (held, layer + 1) if (layer + 1) % step else None
 

@@ -11,12 +11,12 @@ from headwater.kv.encoding import RAW, refuse
 from headwater.kv.spec import KVSpec
 from headwater.stores.base import Piece, Run, Status
 from headwater.stores.events import EventKind
-from headwater.stores.remote.announce import Announcer, Told
+from headwater.stores.remote.announce import Announcer, LogEvent
 from headwater.stores.remote.base import ObjectClient
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import MAX_MANIFEST_BYTES, Manifest, Names, is_of_other_version
 from headwater.stores.remote.memory import Memory
-from headwater.stores.remote.plan import Plan
+from headwater.stores.remote.plan import ObjectReadPlan
 
 log = logging.getLogger("headwater")
 
@@ -149,7 +149,7 @@ class RemoteReader:
         for i in wanted:
             statuses[i] = Status.MISS  # until all of it is here and verified, also if this ends early
         manifests = self.manifests(keys, known, deadline)
-        plan, outcome = Plan(spec, self._names), dict[int, Status]()
+        plan, outcome = ObjectReadPlan(spec, self._names), dict[int, Status]()
         for i in wanted:
             manifest = manifests.get(pieces[i].chunk.key)
             if manifest is not None and manifest.encoding != RAW:
@@ -194,7 +194,7 @@ class RemoteReader:
         if gone and self._guard.breaker.closed:
             names = [name for manifest in gone.values() for name in self._names.all_of(manifest)]
             deadline = time.monotonic() + self._lookup_s
-            told = [Told.of(EventKind.REMOVED, manifest) for manifest in gone.values()]
+            told = [LogEvent.of(EventKind.REMOVED, manifest) for manifest in gone.values()]
             notice = self._announcer.notice(told)
 
             def work() -> bool:

@@ -22,17 +22,17 @@ from headwater.stores.base import Status
 from headwater.stores.remote.base import (
     LOG_ENTRIES,
     MAX_TAILS,
-    Heard,
+    BackendUsage,
     Landed,
+    LogEntries,
     NewManifest,
     NewObject,
     Notice,
+    ObjectRange,
     Position,
-    Span,
     Survey,
-    Usage,
 )
-from headwater.stores.remote.resp import Command, Connection, Refusal, Reply
+from headwater.stores.remote.resp import Command, RedisConnection, RedisRefusal, Reply
 from headwater.stores.url import StoreUrl
 
 DEFAULT_TTL_S = 86400
@@ -47,7 +47,7 @@ _FULL_CODES = ("OOM", "MISCONF", "-OOM")
 class RedisClient:
     """A few connections to one server. See `base.ObjectClient`."""
 
-    lanes = 1
+    num_writers = 1
     has_log = True
 
     def __init__(self, url: StoreUrl) -> None:
@@ -58,7 +58,7 @@ class RedisClient:
         self._ttl_s = 0 if ttl == "0" else round(url.seconds("ttl", DEFAULT_TTL_S)) or 1
         self._tls = _tls_context(url) if url.scheme == "rediss" else None
         self._most_idle = url.count("connections", 8)
-        self._idle: deque[Connection] = deque()
+        self._idle: deque[RedisConnection] = deque()
         self._lock = ForkSafeLock()
         self._pid = os.getpid()
 
@@ -84,7 +84,7 @@ class RedisClient:
         return [reply if isinstance(reply, bytes) else None for reply in replies]
 
     # ---- moving bytes -------------------------------------------------------------------------------------------
-    def read(self, spans: Sequence[Span], deadline: float, landed: Landed) -> None:
+    def read(self, spans: Sequence[ObjectRange], deadline: float, landed: Landed) -> None:
         """See `base.ObjectClient`. The next ranges are asked for before the last ones are here."""
         with self._connection(deadline) as connection:
             asked = on_their_way = 0
@@ -148,7 +148,7 @@ class RedisClient:
             if notice is not None:
                 _log(connection, notice, deadline)
 
-    def hear(self, log: str, after: Position | None, limit: int, deadline: float) -> Heard | None:
+    def read_log(self, log: str, after: Position | None, limit: int, deadline: float) -> LogEntries | None:
         """See `base.ObjectClient`. The log is a stream; one round trip."""
         start = "-" if after is None else f"({after[0]}-{after[1]}"
         command = Command()
@@ -159,18 +159,18 @@ class RedisClient:
         with self._connection(deadline) as connection:
             connection.send(command.take(), deadline)
             replies = [connection.reply(deadline, _LOG_VALUE_LIMIT, depth=3) for _ in range(4)]
-        if any(isinstance(reply, Refusal) for reply in replies):
+        if any(isinstance(reply, RedisRefusal) for reply in replies):
             return None
         first, last, new = map(_entries, replies[:3])
         is_cut = isinstance(replies[3], int) and replies[3] >= LOG_ENTRIES
         end = last[0][0] if last else (0, 0)
         if after is None:
-            return Heard([], end, False)
+            return LogEntries([], end, False)
         if end < after:  # forgotten by the server, or by another one that took its place
-            return Heard([], end, True)
+            return LogEntries([], end, True)
         # A log that was empty when it was last looked at begins after that; it has lost some only if it was cut since.
         missed = bool(first) and first[0][0] > after and (after != (0, 0) or is_cut)
-        return Heard([value for _, value in new], new[-1][0] if new else after, missed)
+        return LogEntries([value for _, value in new], new[-1][0] if new else after, missed)
 
     def keep(self, names: Sequence[str], pinned: bool, deadline: float) -> None:
         """See `base.ObjectClient`: the expiry begins anew, or goes."""
@@ -202,13 +202,13 @@ class RedisClient:
                 connection.send(command.take(), deadline)
                 reply = connection.reply(deadline, limit=64 * _SCAN_COUNT, depth=2)
             if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
-                raise BackendError("the server's answer to SCAN makes no sense")
+                raise BackendError("the server's answer to SCAN is malformed")
             cursor = reply[0] if isinstance(reply[0], bytes) else b"0"
             yield from (name.decode("ascii", "replace") for name in reply[1] if isinstance(name, bytes))
             if cursor == b"0":
                 return
 
-    def usage(self, deadline: float) -> Usage:
+    def usage(self, deadline: float) -> BackendUsage:
         """See `base.ObjectClient`."""
         with self._connection(deadline) as connection:
             (info,) = _ask(connection, [("INFO", "memory")], deadline)
@@ -218,7 +218,7 @@ class RedisClient:
             if ":" in line
         )
         used, most = (_whole(fields.get(name)) for name in ("used_memory", "maxmemory"))
-        return Usage(used, most)
+        return BackendUsage(used, most)
 
     def close(self) -> None:
         """See `base.ObjectClient`."""
@@ -230,7 +230,7 @@ class RedisClient:
 
     # ---- connections --------------------------------------------------------------------------------------------
     @contextlib.contextmanager
-    def _connection(self, deadline: float) -> Iterator[Connection]:
+    def _connection(self, deadline: float) -> Iterator[RedisConnection]:
         """A connection that nobody else uses. It is kept for the next one only if everything went well."""
         connection = self._take_idle() or self._connect(deadline)
         try:
@@ -244,7 +244,7 @@ class RedisClient:
                 return
         connection.close()
 
-    def _take_idle(self) -> Connection | None:
+    def _take_idle(self) -> RedisConnection | None:
         if self._pid != os.getpid():
             self._pid, self._idle = os.getpid(), deque()  # the parent's: neither used nor closed here
         while True:
@@ -254,8 +254,8 @@ class RedisClient:
                 return connection
             connection.close()
 
-    def _connect(self, deadline: float) -> Connection:
-        connection = Connection(self._host, self._port, deadline, self._tls)
+    def _connect(self, deadline: float) -> RedisConnection:
+        connection = RedisConnection(self._host, self._port, deadline, self._tls)
         try:
             account = (self._user, self._password) if self._user else (self._password,)
             hello: list[tuple[str | int, ...]] = [("AUTH", *account)] if self._password else []
@@ -266,7 +266,7 @@ class RedisClient:
                 except StorePermissionError:
                     raise
                 except BackendError as error:
-                    raise BackendError(f"{self._host}:{self._port} does not let us in: {error}") from error
+                    raise BackendError(f"{self._host}:{self._port} refused the login: {error}") from error
         except BaseException:
             connection.close()
             raise
@@ -274,7 +274,7 @@ class RedisClient:
 
 
 def _ask(
-    connection: Connection, commands: Sequence[tuple[str | int, ...]], deadline: float, limit: int = 1 << 16
+    connection: RedisConnection, commands: Sequence[tuple[str | int, ...]], deadline: float, limit: int = 1 << 16
 ) -> list[Reply]:
     """Commands and their answers in one round trip. Raises BackendError for a refusal."""
     command = Command()
@@ -283,7 +283,7 @@ def _ask(
     connection.send(command.take(), deadline)
     replies = [connection.reply(deadline, limit) for _ in commands]
     for reply in replies:
-        if isinstance(reply, Refusal):
+        if isinstance(reply, RedisRefusal):
             # The server's words may quote a command, and a command may hold a password: only the first one is shown.
             kind = StorePermissionError if reply.code in ("NOAUTH", "WRONGPASS", "NOPERM") else BackendError
             raise kind(f"the server refused: {reply.code}")
@@ -293,12 +293,12 @@ def _ask(
 def _stored(reply: Reply) -> Status:
     if reply == b"OK":
         return Status.OK
-    if isinstance(reply, Refusal) and reply.code in _FULL_CODES:
+    if isinstance(reply, RedisRefusal) and reply.code in _FULL_CODES:
         return Status.FULL
-    raise BackendError(f"the server refused a write: {reply.code if isinstance(reply, Refusal) else type(reply)}")
+    raise BackendError(f"the server refused a write: {reply.code if isinstance(reply, RedisRefusal) else type(reply)}")
 
 
-def _log(connection: Connection, notice: Notice, deadline: float) -> None:
+def _log(connection: RedisConnection, notice: Notice, deadline: float) -> None:
     """Append the entries of a notice. The oldest go when the server likes. A refusal is no matter."""
     if not notice.values:
         return
@@ -317,7 +317,7 @@ def _entries(reply: Reply) -> list[tuple[Position, bytes]]:
         name, fields = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
         numbers = name.split(b"-") if isinstance(name, bytes) else []
         if len(numbers) != 2 or not all(number.isdigit() and len(number) <= 20 for number in numbers):
-            raise BackendError("the server's answer to XRANGE makes no sense")
+            raise BackendError("the server's answer to XRANGE is malformed")
         value = fields[1] if isinstance(fields, list) and len(fields) == 2 else b""
         found.append(((int(numbers[0]), int(numbers[1])), value if isinstance(value, bytes) else b""))
     return found

@@ -24,7 +24,7 @@ _IOV = 512
 _SEND_ALONE = 1 << 14
 
 
-class Refusal:
+class RedisRefusal:
     """An error that the server answered with: `-OOM …`, `-WRONGPASS …`."""
 
     def __init__(self, text: str) -> None:
@@ -36,7 +36,7 @@ class Refusal:
         return self.text.partition(" ")[0]
 
 
-Reply = int | bytes | None | list["Reply"] | Refusal
+Reply = int | bytes | None | list["Reply"] | RedisRefusal
 
 
 class Command:
@@ -76,7 +76,7 @@ class Command:
         return parts
 
 
-class Connection:
+class RedisConnection:
     """One connected socket. Not thread-safe. After any exception it must be closed: nobody knows what is on its way."""
 
     def __init__(self, host: str, port: int, deadline: float, tls: ssl.SSLContext | None) -> None:
@@ -126,7 +126,7 @@ class Connection:
                 if sent:
                     views[0] = views[0][sent:]
         except TimeoutError as error:
-            raise DeadlineError("the server does not take what it is sent in time") from error
+            raise DeadlineError("the server stopped reading") from error
         except OSError as error:
             raise BackendError(f"the connection broke while sending: {error}") from error
 
@@ -138,7 +138,7 @@ class Connection:
         if kind == b"+":
             return rest
         if kind == b"-":
-            return Refusal(rest.decode("utf-8", "replace"))
+            return RedisRefusal(rest.decode("utf-8", "replace"))
         if kind == b":":
             return _number(rest)
         if kind == b"$":
@@ -156,13 +156,13 @@ class Connection:
             if not -1 <= count <= limit:
                 raise BackendError(f"the server announced {count} values; at most {limit} were expected")
             return None if count < 0 else [self.reply(deadline, limit, depth - 1) for _ in range(count)]
-        raise BackendError(f"the server answered {line[:32]!r}, which is no Redis protocol")
+        raise BackendError(f"the server answered {line[:32]!r}, which is not the Redis protocol")
 
     def bulk_into(self, targets: Sequence[Bytes], length: int, deadline: float) -> bool:
         """An answer of exactly that length, straight into these targets; False where it is nil, empty or shorter."""
         line = self._line(deadline)
         if line[:1] == b"-":
-            raise BackendError(f"the server refused a read: {Refusal(line[1:].decode('utf-8', 'replace')).code}")
+            raise BackendError(f"the server refused a read: {RedisRefusal(line[1:].decode('utf-8', 'replace')).code}")
         if line[:1] != b"$":
             raise BackendError(f"the server answered {line[:32]!r} instead of a value")
         announced = _number(line[1:])
@@ -251,7 +251,7 @@ def _addresses(host: str, port: int, deadline: float) -> list[Any]:
     if failed:
         raise failed[0]
     if asking.is_alive():
-        raise TimeoutError(f"nobody says where {host} is")
+        raise TimeoutError(f"the name {host} could not be resolved in time")
     return found
 
 

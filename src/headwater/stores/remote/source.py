@@ -17,7 +17,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.locks import ForkSafeLock
 from headwater.stores.base import Filling, Status, Tiles, check_extents
-from headwater.stores.remote.base import ObjectClient, Span
+from headwater.stores.remote.base import ObjectClient, ObjectRange
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import Manifest, Names
 from headwater.stores.remote.memory import Memory
@@ -87,14 +87,14 @@ class RemoteSource:
         for i in wanted:
             statuses[i] = Status.MISS  # until all of it is here
         manifests = self._reader.manifests(keys, known, deadline)
-        spans, owners = list[Span](), list[int]()
+        spans, owners = list[ObjectRange](), list[int]()
         for i in wanted:
             manifest = manifests.get(chunks[i].key)
             if manifest is not None and self._suits(order, i, manifest):
                 order.used[i] = manifest
                 for number, layers in enumerate(manifest.pieces):
                     target = order.extents[i][layers.start : layers.stop].reshape(-1)
-                    spans.append(Span(self._names.piece(manifest, number), 0, target.nbytes, [target], True))
+                    spans.append(ObjectRange(self._names.piece(manifest, number), 0, target.nbytes, [target], True))
                     owners.append(i)
         to_come = Counter(owners)
 

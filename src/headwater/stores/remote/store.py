@@ -19,8 +19,8 @@ from headwater.stores.base import Filling, Lease, Piece, Progress, RootRef, Run,
 from headwater.stores.breaker import CircuitBreaker
 from headwater.stores.events import EventKind, Follower
 from headwater.stores.remote.admin import RemoteAdmin
-from headwater.stores.remote.announce import Announcer, Told
-from headwater.stores.remote.base import Heard, ObjectClient, Position, Usage
+from headwater.stores.remote.announce import Announcer, LogEvent
+from headwater.stores.remote.base import BackendUsage, LogEntries, ObjectClient, Position
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import Names
 from headwater.stores.remote.memory import Memory
@@ -55,7 +55,7 @@ class RemoteStore:
         self._names = Names(url.options.get("prefix", "hw"))
         self._deadline_s = url.seconds("deadline", DEFAULT_DEADLINE_S)
         self.lookup_s = url.seconds("lookup", DEFAULT_LOOKUP_S)
-        self.lanes = client.lanes
+        self.num_writers = client.num_writers
         """How many batches of whole chunks are best stored at a time."""
         self.breaker = CircuitBreaker(str(url), lambda: client.ping(time.monotonic() + self.lookup_s))
         self._guard = Guard(str(url), self.breaker)
@@ -172,7 +172,7 @@ class RemoteStore:
         def work() -> list[Status]:
             found = self._reader.manifests(keys, set(), deadline)
             there = [manifest for manifest in found.values() if manifest]
-            told = [Told.of(EventKind.REMOVED, manifest) for manifest in there]
+            told = [LogEvent.of(EventKind.REMOVED, manifest) for manifest in there]
             names = [name for manifest in there for name in self._names.all_of(manifest)]
             self._client.remove(names, deadline, self.announcer.notice(told))
             self.announcer.happened(told)
@@ -197,10 +197,10 @@ class RemoteStore:
         """Whether this host can hear of what others do with the store."""
         return self._client.has_log
 
-    def hear(self, after: Position | None, limit: int) -> Heard | None:
+    def read_log(self, after: Position | None, limit: int) -> LogEntries | None:
         """Entries of the store's log: see `ObjectClient.hear`, also for what it raises. Late after `lookup`. Nothing
         that goes wrong here is held against the backend, and nothing that goes well counts for it."""
-        return self._client.hear(self._names.log, after, limit, time.monotonic() + self.lookup_s)
+        return self._client.read_log(self._names.log, after, limit, time.monotonic() + self.lookup_s)
 
     def remove_log(self) -> None:
         """Forget all events. Who follows them is told that some were missed."""
@@ -232,7 +232,7 @@ class RemoteStore:
     def stats(self) -> StoreStats:
         """See `stores.base.Store.stats`. What the backend does not say in time is zero; events are this process's."""
         deadline = time.monotonic() + self.lookup_s
-        usage = self._guard.run("statistics", lambda: self._client.usage(deadline), deadline) or Usage(0, 0)
+        usage = self._guard.run("statistics", lambda: self._client.usage(deadline), deadline) or BackendUsage(0, 0)
         counts = self.counts()
         return StoreStats(
             url=str(self.url),

@@ -16,7 +16,7 @@ from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
 from headwater.stores.base import RootRef, Status, Tiles
 from headwater.stores.events import EventKind
-from headwater.stores.remote.announce import Announcer, Told
+from headwater.stores.remote.announce import Announcer, LogEvent
 from headwater.stores.remote.base import NewManifest, NewObject, ObjectClient
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import GENERATION_BYTES, Manifest, Names
@@ -102,7 +102,7 @@ class RemoteWriter:
         self._write(chunks, manifests, statuses, deadline)
         good = [i for i in new if statuses[i] == Status.OK]
         if good:
-            told = [Told.of(EventKind.STORED, manifests[i]) for i in good]
+            told = [LogEvent.of(EventKind.STORED, manifests[i]) for i in good]
             notice = self._announcer.notice(told)
             entries = zip(good, notice.values, strict=True)
             manifested = [self._announce(manifests[i], chunks[i].is_held, entry) for i, entry in entries]

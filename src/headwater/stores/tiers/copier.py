@@ -27,7 +27,7 @@ from headwater.stores.events import EventKind, Follower
 from headwater.stores.remote.plan import is_right
 from headwater.stores.tiers.lower import LowerTier, recheck
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
-from headwater.stores.workers import in_lanes
+from headwater.stores.workers import run_in_threads
 
 log = logging.getLogger("headwater")
 
@@ -151,7 +151,7 @@ class Copier:
             except StoreClosedError:
                 return
             except Exception:  # a copy that fails must not end all copying
-                log.exception("copying to slower tiers failed; it goes on")
+                log.exception("copying to lower tiers failed; trying again")
                 self._wake.wait(_RETRY_S)
 
     def _become_owner(self) -> bool:
@@ -270,7 +270,7 @@ class Copier:
             while not self._stop and (batch := next(batches, None)) is not None:
                 yield partial(put, batch)
 
-        in_lanes(works(), tier.lanes)
+        run_in_threads(works(), tier.num_writers)
         return all(done)
 
     def _export(self, tier: LowerTier, key: bytes) -> Exported | None:
@@ -285,7 +285,7 @@ class Copier:
             for item in orphans:
                 self._put_chain(tier, item)
         except HeadwaterError as error:
-            log.warning("%s took no copy: %s", tier.url, error)
+            log.warning("copying to %s failed: %s", tier.url, error)
             return False
         finally:
             for item in batch:

@@ -30,13 +30,13 @@ from headwater.stores.base import Filled, Filling, Lease, Piece, RootRef, Status
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.embedded.ticket import Ticket
 from headwater.stores.tiers.lower import LowerTier, recheck
-from headwater.stores.workers import Workers, in_lanes
+from headwater.stores.workers import Workers, run_in_threads
 
 log = logging.getLogger("headwater")
 
 WINDOW_BYTES = 128 << 20
 """Reserved, filled and committed together, unless an eighth of the pending room is less."""
-_LANES = 2
+_THREADS = 2
 """Windows of one fetch that are filled at a time: the source is not idle while a window is reserved or committed."""
 _THREADS = 2
 _RECHECK_S = 5.0
@@ -175,16 +175,16 @@ class TierFetch:
         self._begun_s = time.monotonic()
         try:
             self._hold()
-            num_lanes = _LANES if self._front.mapped else 1
-            in_lanes([self._run_lane] * num_lanes, num_lanes)
+            num_threads = _THREADS if self._front.mapped else 1
+            run_in_threads([self._bring_windows] * num_threads, num_threads)
         except Exception:
-            log.exception("a fetch failed; the rest is read from further down")
+            log.exception("a fetch failed; the rest is read from lower tiers directly")
         finally:
             self._ended_s = time.monotonic()
             self._done.set()
 
-    def _run_lane(self) -> None:
-        """Bring one window after another, while another lane brings those between them."""
+    def _bring_windows(self) -> None:
+        """Bring one window after another, while another thread brings those between them."""
         while (turn := self._begin()) is not None:
             number, window, tickets, sources = turn
             fillings = dict[int, Filling]()
@@ -218,7 +218,7 @@ class TierFetch:
                     self._num_windows += 1
                     self._next += len(window.chunks)
                     return window
-                self._give_up(window.tickets)
+                self._abort(window.tickets)
                 while self._turn == turn:
                     self._order.wait()
 
@@ -232,7 +232,7 @@ class TierFetch:
                 tickets = self._reserve(window[: len(sources)], [split for _, split in sources])
         return _Window(self._num_windows, window, tickets, sources)
 
-    def _give_up(self, tickets: Sequence[Ticket]) -> None:
+    def _abort(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             if ticket.status == Status.OK:
                 ticket.abort()  # not committed: it could never be complete
@@ -253,7 +253,7 @@ class TierFetch:
                 if not self._is_short:
                     self._commit(tickets, fillings)
             finally:
-                self._give_up(tickets)
+                self._abort(tickets)
             num_kept = 0 if self._is_short else self._num_complete(window, tickets)
         self._at += num_kept
         self._hold()
@@ -282,7 +282,7 @@ class TierFetch:
 
     def _window(self) -> Sequence[ChunkRef]:
         extent = self._root.space.spec.extent_bytes(self._root.space.chunk_tokens)
-        most = max(1, min(WINDOW_BYTES, self._front.max_pending_bytes // (4 * _LANES)) // extent)
+        most = max(1, min(WINDOW_BYTES, self._front.max_pending_bytes // (4 * _THREADS)) // extent)
         return self._chunks[self._next : self._next + most]
 
     def _sources(self, window: Sequence[ChunkRef], after: int = -1) -> list[tuple[int, Split] | None]:
@@ -416,7 +416,7 @@ def _told() -> Iterator[None]:
     except HeadwaterError as error:
         log.warning("a fetch ended early: %s", error)
     except Exception:
-        log.exception("a fetch failed; the rest is read from further down")
+        log.exception("a fetch failed; the rest is read from lower tiers directly")
 
 
 def _is_right(tiles: Tiles, filling: Filling) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from headwater.errors import HeadwaterError, StoreClosedError
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.events import NUM_SLOTS, EventKind
-from headwater.stores.remote.announce import Told
+from headwater.stores.remote.announce import LogEvent
 from headwater.stores.tiers.lower import RemoteTier
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
 
@@ -26,11 +26,11 @@ _BATCH = 256
 _MOST_UNREAD = NUM_SLOTS // 4
 _PATIENCE = 3
 
-NOBODY_KNOWS = Told(EventKind.CLEARED)
+UNKNOWN_CHANGE = LogEvent(EventKind.CLEARED)
 """Something happened that cannot be told any more: look at the pool."""
 
 
-class Listener:
+class TierListener:
     """Follows the logs of all tiers that have one, while this process is the one that copies."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Listener:
             except StoreClosedError:
                 return
             except Exception:  # what one entry does must not end all listening
-                log.exception("listening to other hosts failed; it goes on")
+                log.exception("listening to other hosts failed; trying again")
                 pause_s = _PAUSE_S
 
     def _follow(self, number: int) -> bool:
@@ -89,26 +89,26 @@ class Listener:
         tier = self._tiers[number]
         if not tier.usable:
             return False
-        after = self._ownership.mark(number)
+        after = self._ownership.log_position(number)
         while self._num_unread() <= _MOST_UNREAD and not self._stop.is_set():
             try:
-                heard = tier.store.hear(after, _BATCH)
+                heard = tier.store.read_log(after, _BATCH)
             except (HeadwaterError, OSError) as error:
                 return self._failed(number, error)
             self._failures[number] = 0
             if heard is None:
                 if number not in self._refused:
-                    log.warning("%s keeps no log of events; those of other hosts do not reach this one", tier.url)
+                    log.warning("%s keeps no log of events, so events of other hosts do not reach this one", tier.url)
                     self._refused.add(number)
                 return False
             events = tier.store.announcer.foreign(heard.values)
             if heard.missed:
-                events.insert(0, NOBODY_KNOWS)
+                events.insert(0, UNKNOWN_CHANGE)
             if events:
                 self._front.say(tier.url.scheme, events)
                 tier.counts.add(heard=len(events))
             if heard.position != after:
-                self._ownership.set_mark(number, heard.position)
+                self._ownership.set_log_position(number, heard.position)
             if len(heard.values) < _BATCH:
                 return True
             after = heard.position
@@ -118,14 +118,14 @@ class Listener:
         """A server that is away is asked again. If it answers, but its log cannot be read, the log is removed, as all
         noise is: what is too long to be read once would be so for ever, and for every host."""
         tier = self._tiers[number]
-        log.debug("%s: its events cannot be heard: %s", tier.url, error)
+        log.debug("%s: its events cannot be read: %s", tier.url, error)
         try:
             tier.store.ping()
             self._failures[number] += 1
             if self._failures[number] >= _PATIENCE:
                 self._failures[number] = 0
                 tier.store.remove_log()
-                log.warning("%s: what stood in the place of its events made no sense, and was removed", tier.url)
+                log.warning("%s: its log of events was malformed and has been removed", tier.url)
         except (HeadwaterError, OSError):
             pass  # not now
         return False

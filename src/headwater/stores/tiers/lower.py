@@ -12,7 +12,7 @@ import numpy as np
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Split, whole_shard
 from headwater.locks import ForkSafeLock
-from headwater.stores.base import Filling, Piece, RootRef, Run, Source, SourceStore, Status, Store, Tiles
+from headwater.stores.base import ChunkSource, Filling, Piece, RootRef, Run, SourceStore, Status, Store, Tiles
 from headwater.stores.embedded.export import Exported
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.remote.store import RemoteStore
@@ -41,7 +41,7 @@ class Counts:
             return Counter(self._counts)
 
 
-class LowerTier(Source, Protocol):
+class LowerTier(ChunkSource, Protocol):
     """A tier that is not the first: a source for those who read, a target for the copier."""
 
     url: StoreUrl
@@ -60,7 +60,7 @@ class LowerTier(Source, Protocol):
         """False while its breaker is open."""
 
     @property
-    def lanes(self) -> int:
+    def num_writers(self) -> int:
         """How many batches are best copied to it at a time."""
 
     def own(self) -> None:
@@ -85,7 +85,7 @@ class LocalTier:
         self.counts = Counts()
 
     usable = True
-    lanes = 1
+    num_writers = 1
 
     def own(self) -> None:
         """See `LowerTier`."""
@@ -100,13 +100,13 @@ class LocalTier:
         return [key for key in keys if self.store.locate(key) is None]
 
     def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
-        """See `Source`."""
+        """See `ChunkSource`."""
         return self.store.splits(chunks)
 
     def fill(
         self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
     ) -> list[Filling]:
-        """See `Source`."""
+        """See `ChunkSource`."""
         return self.store.fill(root, chunks, extents, deadline)
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:
@@ -141,9 +141,9 @@ class RemoteTier:
         return self.store.breaker.closed
 
     @property
-    def lanes(self) -> int:
+    def num_writers(self) -> int:
         """See `LowerTier`."""
-        return self.store.lanes
+        return self.store.num_writers
 
     def own(self) -> None:
         """See `LowerTier`."""
@@ -160,13 +160,13 @@ class RemoteTier:
         return None if there is None else [key for key, found in zip(keys, there, strict=True) if not found]
 
     def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
-        """See `Source`."""
+        """See `ChunkSource`."""
         return self.store.splits(chunks)
 
     def fill(
         self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
     ) -> list[Filling]:
-        """See `Source`."""
+        """See `ChunkSource`."""
         return self.store.fill(root, chunks, extents, deadline)
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:
@@ -197,7 +197,7 @@ class SourceTier:
 
     keeps_sums = True
     mode = "never"
-    lanes = 1
+    num_writers = 1
 
     def __init__(self, url: StoreUrl, store: SourceStore) -> None:
         self.url = url
@@ -222,13 +222,13 @@ class SourceTier:
         return None
 
     def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
-        """See `Source`."""
+        """See `ChunkSource`."""
         return self.store.splits(chunks)
 
     def fill(
         self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
     ) -> list[Filling]:
-        """See `Source`."""
+        """See `ChunkSource`."""
         return self.store.fill(root, chunks, extents, deadline)
 
     def put(self, chunks: Sequence[Exported]) -> list[Status]:

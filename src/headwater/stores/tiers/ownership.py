@@ -48,13 +48,13 @@ class Ownership:
         """Note how far the copying has come."""
         os.pwrite(self._fd, _POSITION.pack(position), 8)
 
-    def mark(self, number: int) -> tuple[int, int] | None:
+    def log_position(self, number: int) -> tuple[int, int] | None:
         """How far the log of that tier has been heard; None where nobody has listened yet."""
         raw = os.pread(self._fd, _MARK.size, _MARKS_AT + number * _MARK.size)
         is_set, *place = _MARK.unpack(raw) if len(raw) == _MARK.size else (0, 0, 0)
         return (place[0], place[1]) if is_set == _HAS_MARK else None
 
-    def set_mark(self, number: int, place: tuple[int, int] | None) -> None:
+    def set_log_position(self, number: int, place: tuple[int, int] | None) -> None:
         """Note it."""
         raw = _MARK.pack(0, 0, 0) if place is None else _MARK.pack(_HAS_MARK, *place)
         os.pwrite(self._fd, raw, _MARKS_AT + number * _MARK.size)
@@ -79,15 +79,15 @@ class SoleOwnership:
     position = 0
 
     def __init__(self) -> None:
-        self._marks: dict[int, tuple[int, int] | None] = {}
+        self._log_positions: dict[int, tuple[int, int] | None] = {}
 
-    def mark(self, number: int) -> tuple[int, int] | None:
+    def log_position(self, number: int) -> tuple[int, int] | None:
         """See `Ownership`."""
-        return self._marks.get(number)
+        return self._log_positions.get(number)
 
-    def set_mark(self, number: int, place: tuple[int, int] | None) -> None:
+    def set_log_position(self, number: int, place: tuple[int, int] | None) -> None:
         """See `Ownership`."""
-        self._marks[number] = place
+        self._log_positions[number] = place
 
     def take(self) -> bool:
         """See `Ownership`."""

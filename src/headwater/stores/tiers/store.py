@@ -48,7 +48,7 @@ from headwater.stores.remote.announce import ORIGIN_BYTES
 from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
 from headwater.stores.tiers.copier import Copier, NoCopier
 from headwater.stores.tiers.fetch import Fetcher
-from headwater.stores.tiers.listener import Listener
+from headwater.stores.tiers.listener import TierListener
 from headwater.stores.tiers.lower import Counts, LowerTier, RemoteTier
 from headwater.stores.tiers.ownership import Ownership, SoleOwnership
 
@@ -95,7 +95,7 @@ class TieredStore:
         logs, copier = [tier for tier in remotes if tier.store.has_log], self._copier
         self._listener = None
         if isinstance(copier, Copier) and ownership is not None and logs:
-            self._listener = Listener(front, logs, ownership, lambda: copier.is_owner, lambda: copier.num_unread)
+            self._listener = TierListener(front, logs, ownership, lambda: copier.is_owner, lambda: copier.num_unread)
             self._listener.start()
 
     @property
@@ -343,7 +343,7 @@ class TieredStore:
                         seen.add(info.key)
                         yield info
             except (BackendError, DeadlineError) as error:
-                log.warning("a tier is not listed: %s", error)
+                log.warning("a tier could not be listed: %s", error)
 
     def stats(self) -> StoreStats:
         """The first tier's figures, and a line for each tier."""

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.kv.hashing import ChunkRef
-from headwater.transfer.convert import BlockIds, Plan
-from headwater.transfer.extents import Piece
-from headwater.transfer.load_job import Batch, Load, Part
-from headwater.transfer.save_job import Gathered, Target
-from headwater.transfer.streams import Event
+from headwater.transfer.convert import BlockIds, ConversionPlan
+from headwater.transfer.extents import ExtentPiece
+from headwater.transfer.load_job import Load, LoadBatch, LoadPart
+from headwater.transfer.save_job import Gathered, SaveTarget
+from headwater.transfer.streams import DeviceEvent
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -21,8 +21,8 @@ Bytes = npt.NDArray[np.uint8]
 class Copied(NamedTuple):
     """Copies into extents that were begun: when they have ended, and what goes where."""
 
-    event: Event
-    pieces: list[tuple[Piece, list[Target]]]
+    event: DeviceEvent
+    pieces: list[tuple[ExtentPiece, list[SaveTarget]]]
 
 
 class Storer(Protocol):
@@ -34,7 +34,9 @@ class Storer(Protocol):
     def address(self, segment: Bytes) -> int | None:
         """Where a segment begins; None where this mover cannot reach it in place."""
 
-    def copy(self, work: Gathered, plan: Plan, spans: Sequence[int], starts: list[int], *, blocking: bool) -> Copied:
+    def copy(
+        self, work: Gathered, plan: ConversionPlan, spans: Sequence[int], starts: list[int], *, blocking: bool
+    ) -> Copied:
         """Begin to copy these chunks' staged tiles into their extents. `blocking`: to be waited for asleep."""
 
     def hash(self, work: Gathered) -> None:
@@ -79,35 +81,35 @@ class Placer(Protocol):
     def address(self, segment: Bytes) -> int | None:
         """Where a segment begins; None where this mover cannot reach it in place."""
 
-    def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> Plan:
+    def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> ConversionPlan:
         """Where some chunks of a request lie in the cache."""
 
-    def expect(self, part: Part, sums: npt.NDArray[np.uint64]) -> None:
+    def expect(self, part: LoadPart, sums: npt.NDArray[np.uint64]) -> None:
         """Note what the checksums of a part's lent tiles, (chunks, layers, heads), must be."""
 
     def layer_chunks(self, num_layers: int) -> int:
         """Chunks that are best brought together where only so many layers of them come at a time."""
 
-    def take(self, part: Part, layers: range, spans: range) -> Batch | None:
+    def take(self, part: LoadPart, layers: range, spans: range) -> LoadBatch | None:
         """Staging for some layers of some of a part's chunks, from the first on: all of them, or as many as there are
         up to the end of the staging; None where there is no room now."""
 
-    def bring(self, load: Load, batch: Batch, layers: range) -> None:
+    def bring(self, load: Load, batch: LoadBatch, layers: range) -> None:
         """Begin to copy a batch of lent tiles and to verify the copy. The CPU also puts them into the cache."""
 
     def landing(self, num_bytes: int) -> Bytes:
         """Private memory of the host that a read may fill, valid until the next call."""
 
-    def bring_landed(self, batch: Batch, host: Bytes, num_good: int) -> None:
+    def bring_landed(self, batch: LoadBatch, host: Bytes, num_good: int) -> None:
         """Begin to copy what a read has brought and verified: so many chunks from the first on."""
 
-    def put(self, load: Load, batch: Batch, layers: range, num_chunks: int) -> int:
+    def put(self, load: Load, batch: LoadBatch, layers: range, num_chunks: int) -> int:
         """Write a batch's first chunks into the blocks, if the load still owns them; bytes written. Does not wait."""
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """The moment when everything that was put so far is in the cache."""
 
-    def give_back(self, batch: Batch) -> None:
+    def give_back(self, batch: LoadBatch) -> None:
         """Return a batch's staging: nobody reads it any more."""
 
     def reset(self) -> None:

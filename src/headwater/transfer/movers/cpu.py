@@ -21,12 +21,12 @@ from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
-from headwater.transfer.convert import BlockIds, Plan, plan_chunks, scatter
+from headwater.transfer.convert import BlockIds, ConversionPlan, plan_chunks, scatter
 from headwater.transfer.copy_threads import CopyThreads
-from headwater.transfer.load_job import Batch, Load, Part
+from headwater.transfer.load_job import Load, LoadBatch, LoadPart
 from headwater.transfer.movers.base import Bytes, Copied
 from headwater.transfer.save_job import Gathered
-from headwater.transfer.streams import PAST, Event
+from headwater.transfer.streams import PAST, DeviceEvent
 from headwater.transfer.view import PagedView
 
 PIECE_BYTES = 4 << 20
@@ -54,7 +54,9 @@ class CpuStorer:
     def address(self, segment: Bytes) -> int | None:
         return _address(segment)
 
-    def copy(self, work: Gathered, plan: Plan, spans: Sequence[int], starts: list[int], *, blocking: bool) -> Copied:
+    def copy(
+        self, work: Gathered, plan: ConversionPlan, spans: Sequence[int], starts: list[int], *, blocking: bool
+    ) -> Copied:
         """See `Storer`. Copies each tile and hashes it while it is in the cache: this loop is a save's whole cost."""
         job, shard, sums, memmove, hashed = work.job, self._shard, work.job.sums, ctypes.memmove, checksum
         assert sums is not None
@@ -126,20 +128,20 @@ class CpuPlacer:
     def address(self, segment: Bytes) -> int | None:
         return _address(segment)
 
-    def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> Plan:
+    def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> ConversionPlan:
         return plan_chunks(self._view, self._shard, chunks, block_ids)
 
-    def expect(self, part: Part, sums: npt.NDArray[np.uint64]) -> None:
+    def expect(self, part: LoadPart, sums: npt.NDArray[np.uint64]) -> None:
         part.sums = sums
 
     def layer_chunks(self, num_layers: int) -> int:
         return _WINDOW_CHUNKS
 
-    def take(self, part: Part, layers: range, spans: range) -> Batch | None:
+    def take(self, part: LoadPart, layers: range, spans: range) -> LoadBatch | None:
         """See `Placer`. Pieces have memory of their own, so there is always room."""
-        return Batch(part.load, part, spans, part.plan.part(spans))
+        return LoadBatch(part.load, part, spans, part.plan.part(spans))
 
-    def bring(self, load: Load, batch: Batch, layers: range) -> None:
+    def bring(self, load: Load, batch: LoadBatch, layers: range) -> None:
         """See `Placer`. Copies a piece, verifies it where it landed, and only then puts it into the blocks."""
         carrier = _Carrier(batch, layers, self._view, self._shard, self._model_heads, self._scratch)
         step = max(1, PIECE_BYTES // self._layer_bytes)
@@ -160,11 +162,11 @@ class CpuPlacer:
             self._landing = np.empty(num_bytes, np.uint8)
         return self._landing[:num_bytes]
 
-    def bring_landed(self, batch: Batch, host: Bytes, num_good: int) -> None:
+    def bring_landed(self, batch: LoadBatch, host: Bytes, num_good: int) -> None:
         batch.flat = torch.from_numpy(host)
         batch.good = torch.arange(len(batch.spans)) < num_good
 
-    def put(self, load: Load, batch: Batch, layers: range, num_chunks: int) -> int:
+    def put(self, load: Load, batch: LoadBatch, layers: range, num_chunks: int) -> int:
         plan = batch.plan.part(range(num_chunks)) if num_chunks else None
         if plan is None:
             return 0
@@ -178,10 +180,10 @@ class CpuPlacer:
                 load.gate.leave()
         return plan.staged_bytes(len(layers))
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         return PAST
 
-    def give_back(self, batch: Batch) -> None:
+    def give_back(self, batch: LoadBatch) -> None:
         """See `Placer`."""
 
     def reset(self) -> None:
@@ -205,7 +207,7 @@ class _Carrier:
     """Carries the lent tiles of one batch. Safe from several threads."""
 
     def __init__(
-        self, batch: Batch, layers: range, view: PagedView, shard: Shard, model_heads: int, scratch: _Scratch
+        self, batch: LoadBatch, layers: range, view: PagedView, shard: Shard, model_heads: int, scratch: _Scratch
     ) -> None:
         self._load, self._batch, self._layers, self._scratch = batch.load, batch, layers, scratch
         self._model_heads, self._heads = model_heads, shard.heads

@@ -18,14 +18,14 @@ from headwater.kernels.post import post
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
-from headwater.transfer.convert import BlockIds, Plan, plan_chunks, scatter
-from headwater.transfer.extents import Piece, copy_extents, staged_starts, touch_extents
-from headwater.transfer.load_job import Batch, Load, Part
+from headwater.transfer.convert import BlockIds, ConversionPlan, plan_chunks, scatter
+from headwater.transfer.extents import ExtentPiece, copy_extents, staged_starts, touch_extents
+from headwater.transfer.load_job import Load, LoadBatch, LoadPart
 from headwater.transfer.movers.base import Bytes, Copied
 from headwater.transfer.registered import Preparer, Registered
 from headwater.transfer.ring import StagingRing
-from headwater.transfer.save_job import Gathered, Target
-from headwater.transfer.streams import Event, Stream, pinned
+from headwater.transfer.save_job import Gathered, SaveTarget
+from headwater.transfer.streams import DeviceEvent, DeviceStream, pinned
 from headwater.transfer.verify import staged_checksums, verify_staged
 from headwater.transfer.view import PagedView
 
@@ -63,8 +63,8 @@ class CudaStorer:
         self._shard = shard
         self._bounce = _Bounce(view.device)
         self._segments = Registered(view.device)
-        self._hashes = Stream(view.device)
-        self._copies = Stream(view.device)
+        self._hashes = DeviceStream(view.device)
+        self._copies = DeviceStream(view.device)
         with_preparer = space.mapped and shard.split.parts == 1 and view.device.type == "cuda"
         self._preparer = Preparer(space, self._segments, view.device) if with_preparer else None
 
@@ -72,12 +72,14 @@ class CudaStorer:
         """See `Storer`. Registers the segment if it was not yet."""
         return self._segments.address(segment)
 
-    def copy(self, work: Gathered, plan: Plan, spans: Sequence[int], starts: list[int], *, blocking: bool) -> Copied:
+    def copy(
+        self, work: Gathered, plan: ConversionPlan, spans: Sequence[int], starts: list[int], *, blocking: bool
+    ) -> Copied:
         """See `Storer`. One call of the driver for each stretch of equal chunks."""
         job, shard, stream = work.job, self._shard, self._copies
         if work.layers != shard.layers:
             shard = replace(shard, layers=work.layers)
-        pieces = list[tuple[Piece, list[Target]]]()
+        pieces = list[tuple[ExtentPiece, list[SaveTarget]]]()
         if not spans:
             return Copied(work.gathered, pieces)
         base, first = work.flat.data_ptr(), work.spans.start
@@ -85,7 +87,7 @@ class CudaStorer:
         with stream.use():
             for group in job.equal(spans, shard):
                 owned, start, step = shard.owned(job.chunks[group[0]].number)
-                piece = Piece(owned, plan.tile_bytes(group[0] - first), start, step)
+                piece = ExtentPiece(owned, plan.tile_bytes(group[0] - first), start, step)
                 targets = [job.targets[span] for span in group]
                 staged = [base + starts[span - first] for span in group]
                 copy_extents(piece, targets, staged, self._model_heads, self._view.device, to_host=True)
@@ -158,8 +160,8 @@ class CudaPlacer:
         self.first_chunks = max(1, min(_FIRST_BYTES // slot, half))
         self._bounce = _Bounce(view.device)
         self._segments = Registered(view.device)
-        self._copies = Stream(view.device, urgent=True)
-        self._work = Stream(view.device, urgent=True)
+        self._copies = DeviceStream(view.device, urgent=True)
+        self._work = DeviceStream(view.device, urgent=True)
 
     def begin(self, load: Load) -> None:
         self._work.wait(load.asked)
@@ -167,10 +169,10 @@ class CudaPlacer:
     def address(self, segment: Bytes) -> int | None:
         return self._segments.address(segment)
 
-    def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> Plan:
+    def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> ConversionPlan:
         return plan_chunks(self._view, self._shard, chunks, block_ids)
 
-    def expect(self, part: Part, sums: npt.NDArray[np.uint64]) -> None:
+    def expect(self, part: LoadPart, sums: npt.NDArray[np.uint64]) -> None:
         here = pinned(sums.shape, torch.int64, self._view.device)
         here.numpy()[...] = sums.view(np.int64)
         part.sums = here
@@ -179,16 +181,16 @@ class CudaPlacer:
         unit = self._layer_bytes * num_layers
         return max(1, min(_PIECE_BYTES, self.ring.count * self.ring.slot_bytes // 2) // unit)
 
-    def take(self, part: Part, layers: range, spans: range) -> Batch | None:
+    def take(self, part: LoadPart, layers: range, spans: range) -> LoadBatch | None:
         """See `Placer`. In smaller pieces, of whatever is free, the host would need longer than the bus."""
         unit, count = self._layer_bytes * len(layers), len(spans)
         room = self.ring.take(unit, count, least=count)
         if room is None:
             return None
         taken = range(spans.start, spans.start + room.num_units)
-        return Batch(part.load, part, taken, part.plan.part(taken), self.ring.flat(room, unit), room.num_bytes)
+        return LoadBatch(part.load, part, taken, part.plan.part(taken), self.ring.flat(room, unit), room.num_bytes)
 
-    def bring(self, load: Load, batch: Batch, layers: range) -> None:
+    def bring(self, load: Load, batch: LoadBatch, layers: range) -> None:
         """See `Placer`. From the store's registered memory, verified on the device."""
         part, plan, shard, stream, flat = batch.part, batch.plan, self._shard, self._copies, batch.flat
         if layers != shard.layers:
@@ -202,7 +204,7 @@ class CudaPlacer:
                 # On this stream, before the copies: on another one it would wait for whatever copies come next.
                 part.expected = part.sums.to(device, non_blocking=True)
             for group in plan.groups:
-                piece = Piece(shard, plan.tile_bytes(group.start))
+                piece = ExtentPiece(shard, plan.tile_bytes(group.start))
                 stored = [part.stored[batch.spans[row]] for row in group]
                 staged = [base + starts[row] for row in group]
                 copy_extents(piece, stored, staged, self._model_heads, device, to_host=False)
@@ -221,7 +223,7 @@ class CudaPlacer:
     def landing(self, num_bytes: int) -> Bytes:
         return self._bounce.take(num_bytes).numpy()
 
-    def bring_landed(self, batch: Batch, host: Bytes, num_good: int) -> None:
+    def bring_landed(self, batch: LoadBatch, host: Bytes, num_good: int) -> None:
         """See `Placer`. Waits, because the next read needs the pinned memory."""
         assert batch.flat is not None
         size = host.nbytes
@@ -231,7 +233,7 @@ class CudaPlacer:
         batch.checked = batch.done = self._copies.record()
         batch.checked.synchronize()
 
-    def put(self, load: Load, batch: Batch, layers: range, num_chunks: int) -> int:
+    def put(self, load: Load, batch: LoadBatch, layers: range, num_chunks: int) -> int:
         if not num_chunks or not load.gate.enter():
             return 0
         try:
@@ -245,10 +247,10 @@ class CudaPlacer:
             load.gate.leave()
         return plan.staged_bytes(len(layers))
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         return self._work.record()
 
-    def give_back(self, batch: Batch) -> None:
+    def give_back(self, batch: LoadBatch) -> None:
         self.ring.give_back(batch.num_bytes)
 
     def reset(self) -> None:

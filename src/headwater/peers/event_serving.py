@@ -18,12 +18,12 @@ from headwater.peers.hello import Hello
 from headwater.peers.pull_wire import (
     FROM_NOW,
     MAX_EVENTS,
-    NOBODY,
+    UNSPECIFIED,
     EventPlace,
     encode_events,
     encode_pages,
 )
-from headwater.peers.serving import Lanes
+from headwater.peers.serving import PeerSession
 from headwater.peers.wire import Header, Type, encode_frame
 from headwater.stores.base import Store
 from headwater.stores.events import Event, EventKind, Follower
@@ -34,51 +34,51 @@ HEARTBEAT_S = 0.2
 """So often something is said, so that silence means something."""
 
 
-class TellingSession(Lanes):
+class EventSession(PeerSession):
     """One follower. After FOLLOW its connection carries events and nothing else."""
 
     def __init__(self, hello: Hello, store: Store) -> None:
         super().__init__(hello)
         self._store = store
 
-    def handle(self, lane: Connection, header: Header, meta: bytes, deadline: float) -> None:
+    def handle(self, connection: Connection, header: Header, meta: bytes, deadline: float) -> None:
         """Do what a frame says, and answer it. Raises PeerError where the connection must be closed."""
         if header.data_bytes:
-            raise WireError("a follower brings no data")
+            raise WireError("a follower's request must not carry data")
         if header.type == Type.FOLLOW:
-            self._follow(lane, header.number, EventPlace.decode(meta))
+            self._follow(connection, header.number, EventPlace.decode(meta))
         elif header.type == Type.LIST:
             for page in encode_pages(self._store.scan()):
-                self._answer(lane, header.number, page)
+                self._answer(connection, header.number, page)
         elif header.type == Type.STATS:
-            self._answer(lane, header.number, json.dumps(asdict(self._store.stats())).encode())
+            self._answer(connection, header.number, json.dumps(asdict(self._store.stats())).encode())
         elif header.type == Type.PING:
-            self._answer(lane, header.number, b"")
+            self._answer(connection, header.number, b"")
         else:
-            raise WireError(f"a {header.type.name} frame has no place in following")
+            raise WireError(f"a {header.type.name} frame is not allowed from a follower")
 
-    def _answer(self, lane: Connection, number: int, body: bytes) -> None:
-        lane.send(encode_frame(Type.ANSWER, body, number=number), time.monotonic() + _SEND_S)
+    def _answer(self, connection: Connection, number: int, body: bytes) -> None:
+        connection.send(encode_frame(Type.ANSWER, body, number=number), time.monotonic() + _SEND_S)
 
-    def _follow(self, lane: Connection, number: int, since: EventPlace) -> None:
+    def _follow(self, connection: Connection, number: int, since: EventPlace) -> None:
         home = hashlib.sha256(self._store.home.encode()).digest()
         tier = self._store.stats().url.partition(":")[0]
-        is_known = since.home in (home, NOBODY) and since.position != FROM_NOW
+        is_known = since.home in (home, UNSPECIFIED) and since.position != FROM_NOW
         follower = self._store.follow(since.position if is_known else None)
-        self._answer(lane, number, EventPlace(follower.position, home).encode())
-        if since.home not in (home, NOBODY):
-            self._send(lane, number, follower.position, [Event(follower.position, EventKind.LOST, "")])
+        self._answer(connection, number, EventPlace(follower.position, home).encode())
+        if since.home not in (home, UNSPECIFIED):
+            self._send(connection, number, follower.position, [Event(follower.position, EventKind.LOST, "")])
         while not self.is_over:
             events, end = _poll(follower), time.monotonic() + HEARTBEAT_S
             while not events and time.monotonic() < end and not self.is_over:
                 time.sleep(_POLL_S)
                 events = _poll(follower)
             # Of slower tiers a follower has no listing, so their events would mean nothing.
-            self._send(lane, number, follower.position, [event for event in events if event.tier in ("", tier)])
+            self._send(connection, number, follower.position, [event for event in events if event.tier in ("", tier)])
 
-    def _send(self, lane: Connection, number: int, position: int, events: Sequence[Event]) -> None:
+    def _send(self, connection: Connection, number: int, position: int, events: Sequence[Event]) -> None:
         frame = encode_frame(Type.EVENTS, encode_events(position, events), number=number)
-        lane.send(frame, time.monotonic() + _SEND_S)
+        connection.send(frame, time.monotonic() + _SEND_S)
 
 
 def _poll(follower: Follower) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Work in lanes: all of it, some at a time, and nothing goes on after the return."""
+"""Work in several threads: all of it, some at a time, and nothing goes on after the return."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from functools import partial
 
 import pytest
 
-from headwater.stores.workers import in_lanes
+from headwater.stores.workers import run_in_threads
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_everything_is_done_once(count: int) -> None:
     done: list[int] = []
-    in_lanes((partial(done.append, number) for number in range(100)), count)
+    run_in_threads((partial(done.append, number) for number in range(100)), count)
     assert sorted(done) == list(range(100))
-    in_lanes((), count)
+    run_in_threads((), count)
 
 
-def test_lanes_run_at_the_same_time() -> None:
+def test_threads_run_at_the_same_time() -> None:
     gate = threading.Barrier(2, timeout=20)
-    in_lanes([gate.wait, gate.wait], 2)
+    run_in_threads([gate.wait, gate.wait], 2)
 
 
 def test_a_failure_is_raised_when_all_have_ended_and_nothing_else_begins() -> None:
@@ -38,7 +38,7 @@ def test_a_failure_is_raised_when_all_have_ended_and_nothing_else_begins() -> No
 
     endless = itertools.chain([go_on, fail], itertools.repeat(lambda: None))
     with pytest.raises(ValueError, match="the first"):
-        in_lanes(endless, 2)
+        run_in_threads(endless, 2)
     assert ended == ["the other"]
 
 
@@ -48,4 +48,4 @@ def test_work_that_cannot_be_found_is_a_failure_too() -> None:
         raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"):
-        in_lanes(works(), 3)
+        run_in_threads(works(), 3)

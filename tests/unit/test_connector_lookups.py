@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.connector.asker import Asker
+from headwater.connector.lookups import LookupRunner
 from headwater.errors import InvalidArgumentError, StoreError
 from headwater.stores import open_store
 
@@ -18,19 +18,19 @@ from support import wait_until
 
 @pytest.mark.parametrize("lookup_s", [0.0, 0.2])
 def test_answers_and_failures(lookup_s: float) -> None:
-    asker = Asker(lookup_s)
-    assert asker.ask(lambda: 5, 0) == 5
+    runner = LookupRunner(lookup_s)
+    assert runner.run(lambda: 5, 0) == 5
 
     def fail(error: Exception) -> int:
         raise error
 
-    assert asker.ask(lambda: fail(StoreError("gone")), 7) == 7
+    assert runner.run(lambda: fail(StoreError("gone")), 7) == 7
     with pytest.raises(InvalidArgumentError):
-        asker.ask(lambda: fail(InvalidArgumentError("wrong")), 7)
+        runner.run(lambda: fail(InvalidArgumentError("wrong")), 7)
 
 
 def test_a_late_answer_costs_its_deadline_once_and_what_follows_keeps_its_order() -> None:
-    asker = Asker(0.2)
+    runner = LookupRunner(0.2)
     gate, calls = threading.Event(), []
 
     def late() -> int:
@@ -39,18 +39,18 @@ def test_a_late_answer_costs_its_deadline_once_and_what_follows_keeps_its_order(
         return 1
 
     begin = time.monotonic()
-    assert asker.ask(late, 0) == 0
-    assert time.monotonic() - begin >= asker.deadline_s
+    assert runner.run(late, 0) == 0
+    assert time.monotonic() - begin >= runner.deadline_s
     begin = time.monotonic()
     for _ in range(100):
-        assert asker.ask(lambda: 1, 0) == 0, "asked while the first has not come back"
-    asker.tell(lambda: calls.append("release"))
-    assert time.monotonic() - begin < asker.deadline_s, "somebody waited for a store that does not answer"
+        assert runner.run(lambda: 1, 0) == 0, "asked while the first has not come back"
+    runner.post(lambda: calls.append("release"))
+    assert time.monotonic() - begin < runner.deadline_s, "somebody waited for a store that does not answer"
     assert calls == []
     gate.set()
     wait_until(lambda: calls == ["lease", "release"], what="the late calls")
     numbers = count()
-    wait_until(lambda: asker.ask(lambda: next(numbers) >= 0, False), what="an answer")
+    wait_until(lambda: runner.run(lambda: next(numbers) >= 0, False), what="an answer")
 
 
 def test_it_has_the_patience_that_the_urls_ask_for(tmp_path: Path) -> None:
@@ -68,14 +68,14 @@ def test_it_has_the_patience_that_the_urls_ask_for(tmp_path: Path) -> None:
         time.sleep(0.5)
         return 1
 
-    assert Asker(0.75).ask(slow, 0) == 1
+    assert LookupRunner(0.75).run(slow, 0) == 1
 
 
 def test_its_thread_ends_with_it() -> None:
     before = set(threading.enumerate())
-    asker = Asker(0.2)
-    assert asker.ask(lambda: 1, 0) == 1
+    runner = LookupRunner(0.2)
+    assert runner.run(lambda: 1, 0) == 1
     (thread,) = set(threading.enumerate()) - before
-    del asker
+    del runner
     thread.join(10)
     assert not thread.is_alive()
