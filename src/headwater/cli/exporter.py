@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import typer
 
 from headwater.cli.engine_options import needs_extra
 from headwater.cli.output import one_line, print_json
+from headwater.logs import note
 from headwater.serve.addresses import is_loopback
 
 
@@ -34,9 +37,9 @@ def export(
         ssl_keyfile=keyfile,
     )
     if insecure and api_key is None and not is_loopback(host):
-        typer.echo("warning: --insecure: everybody who can reach this address can read the figures", err=True)
+        note("--insecure: everybody who can reach this address can read the figures", logging.WARNING)
     if api_key is not None and certfile is None and not is_loopback(host):
-        typer.echo("warning: the API key crosses the network in plain text; --ssl-certfile encrypts it", err=True)
+        note("the API key crosses the network in plain text; --ssl-certfile encrypts it", logging.WARNING)
 
     def on_ready(address: str, is_up: bool) -> None:
         if as_json:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from headwater.cli.log_option import LogFormat
 from headwater.cli.output import HUMAN_ROWS, console, print_json, progress
 
 pool_app = typer.Typer(no_args_is_help=True, help="Look at a pool, check it, empty it, and see one at work.")
@@ -109,6 +110,7 @@ def receive(
     tls_ca: Annotated[
         str | None, typer.Option(metavar="FILE", help="Callers must show a certificate that this one signed.")
     ] = None,
+    log_format: LogFormat = "text",
     as_json: Json = False,
 ) -> None:
     """Let other hosts push KV into a pool and pull from it, until SIGTERM. See docs/disaggregation.md."""
@@ -137,6 +139,7 @@ def exporter(
     ssl_keyfile: Annotated[
         str | None, typer.Option(metavar="FILE", help="Its private key; if not given, in the same file.")
     ] = None,
+    log_format: LogFormat = "text",
     as_json: Json = False,
 ) -> None:
     """Serve a pool's metrics to Prometheus at /metrics, until SIGTERM. Never creates a pool; waits for one."""
