@@ -109,6 +109,7 @@ def test_for_people_lines_are_as_they_were(value: str) -> None:
     "command",
     [
         ("serve", "--model", "/no/such/model", "--no-pool"),
+        ("serve", "--dtype", "float7"),
         ("router", "http://127.0.0.1:1", "--host", "0.0.0.0"),
         ("proxy", "--decode", "http://127.0.0.1:1", "--host", "no-such-host.invalid"),
         ("pool", "receive", "memory://", "--listen", "127.0.0.1:0"),
@@ -124,6 +125,7 @@ def test_every_command_that_serves_fails_in_json(command: tuple[str, ...]) -> No
     assert code == 1
     assert found[-1]["level"] == "error"
     assert not found[-1]["message"].startswith("error")
+    assert {line["process"] for line in found} <= {"server", "engine", "router", "proxy", "receiver", "exporter"}
     assert all(line.keys() >= FIELDS for line in found)
     code, plain = run("-m", "headwater", *command)
     assert code == 1
