@@ -7,7 +7,9 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ import pytest
 pytest.importorskip("prometheus_client")
 pytest.importorskip("msgspec")
 pytest.importorskip("yaml")
+pytest.importorskip("httpx")
 
+import httpx
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -30,6 +34,8 @@ from headwater.serve.metrics import ServerMetrics
 
 from exporter_process import ExporterProcess
 from metric_cases import STORE, TRANSFER
+from servers import free_port, listens
+from support import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -223,6 +229,82 @@ def test_promtool_can_read_every_expression_of_the_dashboard(tmp_path: Path) -> 
     path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     with pytest.raises(AssertionError, match="parse error"):
         promtool("check", "rules", str(path))
+
+
+# ---- all of it together -------------------------------------------------------------------------------------------
+@pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="no Prometheus here (Debian: apt-get install prometheus)"
+)
+def test_a_real_prometheus_answers_every_panel(tmp_path: Path) -> None:
+    """Scrapes a live exporter with the example's rules, then is asked what Grafana would ask."""
+    url = f"file://{tmp_path}/a?capacity=8MiB,file://{tmp_path}/b?capacity=8MiB"
+    num_asked = 0
+
+    def collect() -> Any:
+        nonlocal num_asked
+        num_asked += 100
+        counted = replace(TRANSFER, num_asked_tokens=num_asked, num_loaded_tokens=num_asked // 4)
+        return figures(counted, Source.SCHEDULER)
+
+    with open_pool(url) as pool, ExitStack() as stack:
+        publisher = Publisher(pool, engine="vllm", model="m", every_s=0.2)
+        stack.callback(publisher.close)
+        publisher.add("scheduler", collect)
+        publisher.add("rank 0", lambda: figures(TRANSFER, Source.WORKER))
+        exporter = ExporterProcess(url)
+        stack.callback(exporter.close)
+        ask = stack.enter_context(prometheus(tmp_path, exporter.said["listening"].removeprefix("http://")))
+        wait_until(lambda: bool(ask("count_over_time(headwater_store_up[5m]) > 4")), what="five scrapes")
+        unanswered = [text for text in expressions() if not SERVE_ONLY.search(text) and not ask(always(text))]
+        assert not unanswered
+        (rate,) = [panel for panel in panels() if panel["title"] == "Token hit rate" and panel["type"] == "gauge"]
+        (shown,) = ask(rate["targets"][0]["expr"].replace("$__rate_interval", "5m").replace('=~"$', '!~"$'))
+        assert float(shown["value"][1]) == pytest.approx(0.25)
+        (fill,) = ask("max(headwater_store_used_bytes / headwater_store_data_bytes)")
+        assert float(fill["value"][1]) == 0
+
+
+def always(expression: str) -> str:
+    """An alert's expression gives something only where it fires; with `bool`, its comparisons always give something."""
+    return re.sub(r"(==|>|<) (?=[0-9])", r"\1 bool ", expression)
+
+
+@contextmanager
+def prometheus(home: Path, target: str) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """A server of our own that scrapes one target every second; what a query gives."""
+    port = free_port()
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text(encoding="utf-8"))
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(PROMETHEUS / "alerts.yml")]
+    config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+    (home / "prometheus.yml").write_text(yaml.safe_dump(config))
+    options = {
+        "config.file": home / "prometheus.yml",
+        "storage.tsdb.path": home / "data",
+        "web.listen-address": f"127.0.0.1:{port}",
+    }
+    command = ["prometheus", *(f"--{name}={value}" for name, value in options.items())]
+    with (
+        (home / "prometheus.log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, cwd=home) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+    ):
+        try:
+            wait_until(lambda: listens(port), what="Prometheus")
+            wait_until(lambda: client.get("/-/ready").status_code == 200, what="a Prometheus that is ready")
+
+            def ask(query: str) -> list[dict[str, Any]]:
+                reply = client.get("/api/v1/query", params={"query": query})
+                assert reply.status_code == 200, f"{query}: {reply.text}"
+                found: list[dict[str, Any]] = reply.json()["data"]["result"]
+                return found
+
+            yield ask
+            rules = client.get("/api/v1/rules").json()["data"]["groups"][0]["rules"]
+            assert {rule["health"] for rule in rules} <= {"ok", "unknown"}, rules
+        finally:
+            process.terminate()
+            process.wait(60)
 
 
 def promtool(*args: str) -> str:

@@ -24,6 +24,7 @@ from headwater.stores.url import parse_url
 
 from engine_models import save_random_checkpoint
 from exporter_process import ExporterProcess
+from listening import doors
 from support import wait_until
 
 pytestmark = pytest.mark.slow
@@ -113,6 +114,8 @@ def test_two_engines_and_an_exporter_beside_them(model: Path, url: str) -> None:
         assert sorted(record.role for record in records) == ["rank 1", "scheduler, rank 0", "scheduler, rank 0"]
         assert {record.model for record in records} == {"my-model"}
         assert "secret-path" not in exporter.http.get("/metrics").text
+        (door,) = doors(exporter.process.pid)
+        assert door.address == "127.0.0.1"
 
         before = exporter.page()
         two.kill()

@@ -97,6 +97,19 @@ def test_a_child_process_reads_the_format_from_its_environment() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("module", "process"),
+    [("headwater.serve.worker", "engine"), ("headwater.engine.rank", "rank"), ("headwater.peers.process", "receiver")],
+)
+def test_each_child_that_cannot_begin_says_so_in_json(module: str, process: str) -> None:
+    pytest.importorskip("msgspec")
+    code, lines = run("-m", module, "no descriptor", HEADWATER_LOG_FORMAT="json")
+    (found,) = map(json.loads, lines)
+    assert code == 1
+    assert (found["level"], found["process"]) == ("critical", process)
+    assert "Traceback" in found["exception"]
+
+
 @pytest.mark.parametrize("value", ["", "text", "nonsense"])
 def test_for_people_lines_are_as_they_were(value: str) -> None:
     code, lines = run("-c", CHILD, HEADWATER_LOG_FORMAT=value)
