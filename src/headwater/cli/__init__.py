@@ -95,9 +95,12 @@ def _without_key(text: str, args: Sequence[str]) -> str:
 
 
 def _fail(error: Exception, text: str, args: Sequence[str], code: int = 1) -> int:
-    from headwater.cli.output import one_line, print_json
+    import logging
 
-    print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
+    from headwater.cli.output import one_line, print_json
+    from headwater.logs import note
+
+    note(one_line(text), logging.ERROR)
     if "--json" in args:
         print_json({"error": text, "kind": type(error).__name__})
     return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -11,8 +12,10 @@ import typer
 from typer.core import TyperCommand
 
 from headwater.cli.engine_options import needs_extra
+from headwater.cli.log_option import LogFormat
 from headwater.cli.output import one_line, plural
 from headwater.cli.usage import choice, plain, reading_options
+from headwater.logs import note
 from headwater.proxy.config import POLICIES, ProxyConfig, ServerSpec
 
 if TYPE_CHECKING:
@@ -154,6 +157,7 @@ def proxy(
     wait: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Time that decode waits for KV from prefill.")
     ] = ProxyConfig.wait_s,
+    log_format: LogFormat = "text",
 ) -> None:
     """Route requests, and prefill long prompts on other servers.
 
@@ -176,6 +180,7 @@ def proxy(
 def router(
     settings: dict[str, Any],
     servers: Annotated[list[str], typer.Argument(metavar="SERVER", help=f"Each {SERVER_HELP}.")],
+    log_format: LogFormat = "text",
 ) -> None:
     """Route each request to the server with the best cache for it.
 
@@ -198,17 +203,14 @@ def _servers(texts: list[str]) -> tuple[ServerSpec, ...]:
 
 
 def _run(config: ProxyConfig) -> None:
-    import logging
-
     with needs_extra("proxy"):
         from headwater.proxy.server import ProxyHooks, run_proxy
 
-    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     if config.insecure and config.api_key is None:
-        typer.echo("warning: --insecure: anyone who can reach this address can use the servers", err=True)
+        note("--insecure: anyone who can reach this address can use the servers", logging.WARNING)
     hooks = ProxyHooks(
         on_ready=_print_ready,
-        on_stopping=lambda count: typer.echo(f"stopping: {plural(count, 'request')} still in progress", err=True),
+        on_stopping=lambda count: note(f"stopping: {plural(count, 'request')} still in progress"),
     )
     with needs_extra("proxy"):
         code = run_proxy(config, hooks=hooks)
