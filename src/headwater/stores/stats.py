@@ -21,6 +21,8 @@ class ChunkInfo(NamedTuple):
     pinned: bool
     leased: bool
     last_used_ns: int
+    hits: int = 0
+    """Requests that loaded the prefix which ends with this chunk; only embedded stores count them."""
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ _FIXED = struct.Struct("<32sQQQQQQQIIIIIIHBBIII")
 ID_WORD, CREATED_WORD, TOKENS_WORD, KIND_WORD = 4, 9, 11, 14
 PAYLOAD_SUM_AT, ENCODING_AT = 8 * 10, 115
 # Offsets inside the mutable cell. The word at 0 is (checksum of the fixed part, low bits replaced by the state).
-CHILDREN, PINNED, TAILS, REMAINING, MAGIC_AT = 8, 12, 16, 32, 56
+CHILDREN, PINNED, TAILS, REMAINING, HITS, MAGIC_AT = 8, 12, 16, 32, 40, 56
 NUM_TAILS = 8
 
 

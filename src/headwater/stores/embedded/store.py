@@ -196,9 +196,9 @@ class EmbeddedStore:
         with self._open():
             return self._reader.borrow(root, chunk, shard)
 
-    def lease(self, root: RootRef, key: bytes) -> ChunkLease | None:
+    def lease(self, root: RootRef, key: bytes, *, is_hit: bool = False) -> ChunkLease | None:
         with self._open():
-            return self._reader.lease(root, key)
+            return self._reader.lease(root, key, is_hit=is_hit)
 
     # ---- administration -----------------------------------------------------------------------------------------
     def pin(self, root: RootRef, key: bytes, pinned: bool) -> Status:
