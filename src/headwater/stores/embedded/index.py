@@ -228,11 +228,6 @@ class Index:
         """How many requests have loaded the prefix that ends with this chunk; noise is no number of them."""
         return min(self.state_words[cell * WORDS_PER_CELL + HITS // 8], MAX_HITS)
 
-    def hits_of(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`hits` of many records."""
-        column: npt.NDArray[np.uint64] = self.state_column[cells * WORDS_PER_CELL + HITS // 8]
-        return np.minimum(column, np.uint64(MAX_HITS)).astype(np.int64)
-
     def age(self, cell: int) -> int:
         """When the record was last used, in nanoseconds since the epoch."""
         return self._ages[cell // AGE_CELLS]
