@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server mooncake
+.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server chromium mooncake
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,7 @@ demo-pd: $(SERVE_STAMP)  ## prefill and decode in two servers behind a proxy: wh
 	$(BIN)/headwater demo --disaggregated --tokens 2000 $(ARGS)
 
 # Two at a time at first: the unit tests keep one core busy, and so does vLLM, which mostly starts.
-test: lint redis-server  ## lint, types, coverage, every test but the two long suites below
+test: lint redis-server chromium  ## lint, types, coverage, every test but the two long suites below
 	@$(MAKE) -j2 --output-sync=target test-unit test-vllm-first
 	$(BIN)/pytest -q -m "not fleet" tests/integration tests/gpu
 
@@ -128,6 +128,18 @@ redis-server:
 		} >/dev/null || echo "MISSING: redis-server could not be installed; the tests that need it will be skipped"; \
 	else \
 		echo "MISSING: redis-server; the tests that need it will be skipped (as root: apt-get install redis-server)"; \
+	fi
+
+# Never fails either: the test of the page that `headwater serve` shows skips, saying so, where there is no Chromium.
+chromium:
+	@if command -v chromium >/dev/null || command -v google-chrome >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "apt-get install chromium"; \
+		{ apt-get update -qq \
+			&& DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
+		} >/dev/null || echo "MISSING: chromium could not be installed; the test that needs it will be skipped"; \
+	else \
+		echo "MISSING: chromium; the test that needs it will be skipped (as root: apt-get install chromium)"; \
 	fi
 
 # Never fails either. The libraries are those that Mooncake's client is linked against, also where it uses TCP only.

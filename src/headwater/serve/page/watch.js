@@ -3,13 +3,13 @@
 "use strict";
 
 const EVERY_MS = 2000;
-const SPAN_S = 600; // of the charts
+const SPANS_S = [60, 120, 300, 600]; // of the charts: the shortest that shows all there is
 const MAX_POINTS = 450;
 const MAX_ENTRIES = 60;
 const KEY = "headwater-key";
 
 const $ = (id) => document.getElementById(id);
-const state = { key: sessionStorage.getItem(KEY), session: "", points: [], entries: [], look: null, sort: "num_bytes", clock: 0 };
+const state = { key: sessionStorage.getItem(KEY), session: "", points: [], entries: [], look: null, sort: "num_bytes", clock: 0, span: 60 };
 
 // ---- numbers with units ---------------------------------------------------------------------------------------------
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -57,17 +57,17 @@ function big(id, value, unit = "") {
 
 // ---- charts ---------------------------------------------------------------------------------------------------------
 function niceTop(value) {
-  if (value <= 0) return 1;
+  if (value <= 0) return 1024 ** 2;
   const base = 1024 ** Math.max(0, Math.floor(Math.log(value) / Math.log(1024)));
   const steps = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
   return base * (steps.find((step) => step * base >= value) ?? 1024);
 }
 // lines: {points: [[time, value|null]], style, wash, label}. `step` joins over nulls: a rate stands until the next one.
 function chart(svg, { lines, sticks = [], top, format, label, empty }) {
-  const width = Math.max(svg.clientWidth, 200), height = 150, left = 52, right = 6, above = 8, below = 20;
+  const width = Math.max(svg.clientWidth, 200), height = 150, left = 62, right = 6, above = 8, below = 20;
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.setAttribute("aria-label", label);
-  const now = state.clock, x = (t) => left + (width - left - right) * (1 - (now - t) / SPAN_S);
+  const now = state.clock, x = (t) => left + (width - left - right) * (1 - (now - t) / state.span);
   const y = (v) => above + (height - above - below) * (1 - Math.min(v / top, 1));
   const parts = [];
   for (const share of [0, 0.5, 1]) {
@@ -75,19 +75,19 @@ function chart(svg, { lines, sticks = [], top, format, label, empty }) {
     parts.push(draw("line", { class: "grid", x1: left, x2: width - right, y1: at, y2: at }));
     parts.push(draw("text", { x: left - 8, y: at + 4, "text-anchor": "end" }, format(top * share)));
   }
-  for (const minutes of [10, 5, 0]) {
-    const anchor = minutes === 10 ? "start" : minutes === 0 ? "end" : "middle";
-    parts.push(draw("text", { x: x(now - 60 * minutes), y: height - 4, "text-anchor": anchor }, minutes ? `−${minutes} min` : "now"));
+  for (const [share, anchor] of [[1, "start"], [0.5, "middle"], [0, "end"]]) {
+    const seconds = state.span * share, text = seconds < 60 ? `−${seconds} s` : `−${seconds / 60} min`;
+    parts.push(draw("text", { x: x(now - seconds), y: height - 4, "text-anchor": anchor }, seconds ? text : "now"));
   }
   let seen = 0;
   for (const [t, v, most] of sticks) {
-    if (v <= 0 || now - t > SPAN_S) continue;
+    if (v <= 0 || now - t > state.span) continue;
     seen += 1;
     const tall = 6 + 24 * Math.min(v / Math.max(most, 1e-9), 1);
     parts.push(draw("line", { class: "stick", x1: x(t), x2: x(t), y1: height - below, y2: height - below - tall }));
   }
   for (const { points, style, wash } of lines) {
-    const shown = points.filter(([t, v]) => v !== null && now - t <= SPAN_S);
+    const shown = points.filter(([t, v]) => v !== null && now - t <= state.span);
     if (!shown.length) continue;
     seen += 1;
     const path = shown.map(([t, v], i) => `${i ? "L" : "M"}${x(t).toFixed(1)} ${y(v).toFixed(1)}`).join("");
@@ -105,14 +105,15 @@ function legend(id, entries) {
 function drawCharts() {
   const points = state.points, last = points[points.length - 1];
   if (!last) return;
+  state.span = SPANS_S.find((span) => span >= last.time_s - points[0].time_s) ?? SPANS_S[SPANS_S.length - 1];
   const tiers = Object.keys(last.tiers);
   const rates = [{ points: points.map((p) => [p.time_s, p.hit_rate]), style: "all" }];
   tiers.slice(0, 4).forEach((tier, i) => rates.push({ points: points.map((p) => [p.time_s, p.tier_rates[tier] ?? null]), style: `t${i + 1}` }));
   legend("rate-legend", [["all", "tokens asked for"], ...tiers.slice(0, 4).map((tier, i) => [`t${i + 1}`, tier])]);
   chart($("rate-chart"), { lines: rates, top: 1, format: percent, empty: "No request has asked this pool yet",
-    label: `Hit rate over the last ten minutes; now ${percent(last.hit_rate)}` });
+    label: `Hit rate of the last minutes; now ${percent(last.hit_rate)}` });
   const out = points.map((p) => [p.time_s, p.out_bytes_s]), into = points.map((p) => [p.time_s, p.in_bytes_s]);
-  const most = Math.max(...out.concat(into).filter(([t]) => state.clock - t <= SPAN_S).map(([, v]) => v), 0);
+  const most = Math.max(...out.concat(into).filter(([t]) => state.clock - t <= state.span).map(([, v]) => v), 0);
   legend("bytes-legend", [["load", "loaded"], ["save", "saved"]]);
   const moved = most > 0 ? [{ points: into, style: "save", wash: true }, { points: out, style: "load", wash: true }] : [];
   chart($("bytes-chart"), { lines: moved, top: niceTop(most), format: (v) => `${size(v).replace(".0 ", " ")}/s`, empty: "No bytes have moved lately",
@@ -121,7 +122,7 @@ function drawCharts() {
   const evicting = Math.max(...points.map((p) => p.evicted_s), 0);
   chart($("fill-chart"), { lines: [{ points: points.map((p) => [p.time_s, p.data_bytes ? p.used_bytes / p.data_bytes : null]), style: "load", wash: true }],
     sticks: points.map((p) => [p.time_s, p.evicted_s, evicting]), top: 1, format: percent,
-    label: `Fill over the last ten minutes; now ${percent(last.data_bytes ? last.used_bytes / last.data_bytes : 0)}` });
+    label: `Fill of the last minutes; now ${percent(last.data_bytes ? last.used_bytes / last.data_bytes : 0)}` });
 }
 
 // ---- figures --------------------------------------------------------------------------------------------------------
@@ -194,22 +195,24 @@ const owner = (rows, name) => rows.some((row) => row[name]);
 function drawPrefixes(look) {
   const rows = [...look.prefixes].sort((a, b) => b[state.sort] - a[state.sort]).slice(0, 12);
   const most = Math.max(...rows.map((row) => row.num_bytes), 0), now = look.time_s;
-  const columns = [["Prefix", (r) => r.key], ["Model", (r) => r.model || "–"]];
-  if (owner(rows, "tenant")) columns.push(["Tenant", (r) => r.tenant || "–"]);
-  columns.push(
+  const columns = [
+    ["Prefix", (r) => r.key],
     ["Tokens", (r) => (r.first_token ? `${number(r.first_token)} – ${number(r.num_tokens)}` : number(r.num_tokens)), true],
-    ["Forks", (r) => (r.branches ? number(r.branches) : "–"), true],
     ["Size", (r) => bar(r.num_bytes, most), true, "num_bytes"],
     ["Hits", (r) => number(r.hits), true, "hits"],
-    ["Last used", (r) => ago(now - r.last_used_s), true, "last_used_s"]);
+    ["Last used", (r) => ago(now - r.last_used_s), true, "last_used_s"],
+    ["Forks", (r) => (r.branches ? number(r.branches) : "–"), true],
+    ["Model", (r) => r.model || "–"]];
+  if (owner(rows, "tenant")) columns.push(["Tenant", (r) => r.tenant || "–"]);
   table("prefixes", columns, rows, "Nothing is stored yet. The first prompt of a whole chunk or more will show up here.");
 }
 function drawTables(look) {
   drawPrefixes(look);
   const now = look.time_s;
-  table("processes", [["Engine", (r) => r.engine], ["Role", (r) => r.role], ["Model", (r) => r.model || "–"], ["Pid", (r) => String(r.pid), true],
+  table("processes", [["Engine", (r) => r.engine], ["Role", (r) => r.role],
     ["Loaded", (r) => size(r.loaded_bytes), true], ["Saved", (r) => size(r.saved_bytes), true],
-    ["Hit rate", (r) => percent(r.asked_tokens ? r.matched_tokens / r.asked_tokens : null), true], ["Running for", (r) => ago(now - r.started_s).replace(" ago", "").replace("now", "0 s"), true]],
+    ["Hit rate", (r) => percent(r.asked_tokens ? r.matched_tokens / r.asked_tokens : null), true], ["Running for", (r) => ago(now - r.started_s).replace(" ago", "").replace("now", "0 s"), true],
+    ["Pid", (r) => String(r.pid), true], ["Model", (r) => r.model || "–"]],
   look.processes, look.pool.state === "private" ? "This pool is private memory of this server's engine." : "No engine publishes figures for this pool.");
   const columns = [["Model", (r) => r.model || "–"]];
   if (owner(look.holders, "tenant")) columns.push(["Tenant", (r) => r.tenant || "–"]);
