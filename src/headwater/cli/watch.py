@@ -19,8 +19,8 @@ from headwater.watch import History, Watcher
 
 _POLL_S = 0.2
 """How soon a key and a new size of the window are noticed."""
-_QUIT = ("q", "Q", "\x03", "\x04", "")
-"""Keys that end it; nothing at all: the terminal is gone."""
+_QUIT = (b"q", b"Q", b"\x03", b"\x04")
+"""Keys that end it."""
 
 
 def watch_pool(url: str | None, interval_s: float, seconds: float | None, as_json: bool) -> None:
@@ -39,8 +39,6 @@ def watch_pool(url: str | None, interval_s: float, seconds: float | None, as_jso
             _show_screen(watcher, history, interval_s, end)
         else:
             _print_blocks(watcher, history, interval_s, end)
-    except KeyboardInterrupt:
-        pass  # that is how it ends
     finally:
         watcher.close()
 
@@ -113,7 +111,10 @@ def _keys() -> Iterator[Any]:
 
     def pressed(timeout_s: float) -> bool:
         ready, _, _ = select.select([fd], [], [], timeout_s)
-        return bool(ready) and os.read(fd, 64).decode("utf-8", "replace")[:1] in _QUIT
+        if not ready:
+            return False
+        typed = os.read(fd, 1024)
+        return not typed or any(key in typed for key in _QUIT)  # nothing at all: the terminal is gone
 
     try:
         tty.setcbreak(fd)

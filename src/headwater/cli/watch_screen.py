@@ -38,6 +38,9 @@ def draw_screen(look: dict[str, Any], points: Points, width: int, height: int) -
     lines += [*figures, Text()]
     room = height - len(figures) - 4  # the title, two empty lines, and the last line stays free
     events = look["events"][::-1]
+    if room < 6:  # a small window: what happens, as far as there is room for it
+        rest = [_activity(events, width, room - 1)] if room > 1 else []
+        return Group(*lines[: height - 1 - len(rest)], *rest)
     if width >= WIDE:
         sides = Table.grid(padding=(0, 3, 0, 0), expand=True)
         sides.add_column(ratio=3, no_wrap=True)
@@ -54,7 +57,7 @@ def draw_block(look: dict[str, Any], points: Points, width: int) -> RenderableTy
     """One look for a pipe or a log."""
     if look["store"] is None:
         return Group(_title(look, width), Text(_WAITING.get(look["pool"]["state"], "") or look["pool"]["why"]), Text())
-    events = look["events"][::-1]
+    events, width = look["events"][::-1], min(width, WIDE)
     parts = [_title(look, width), *_figures(look, points, width), _prefixes(look, width, _BLOCK_ROWS)]
     return Group(*parts, *([_activity(events, width, _BLOCK_ROWS)] if events else []), Text())
 
@@ -148,7 +151,7 @@ def _activity(events: Sequence[dict[str, Any]], width: int, num_rows: int) -> Re
         line = Text(when, "dim").append(
             f"{_WORDS.get(entry['kind'], entry['kind']):<6} ", _STYLES.get(entry["kind"], "")
         )
-        line.append(one_line(_sentence(entry)))
+        line.append(one_line(_sentence(entry).rstrip()))
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     if not events:
