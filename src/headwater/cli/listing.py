@@ -115,4 +115,4 @@ def chunk_as_dict(chunk: ChunkInfo) -> dict[str, Any]:
     state = {"is_tail": chunk.is_tail, "pinned": chunk.pinned, "leased": chunk.leased}
     described = {"weights": weights_of(chunk.space), "label": chunk.root.get("label", "")}
     described |= {"tenant": chunk.root.get("tenant", ""), "adapter": chunk.root.get("adapter", "")}
-    return place | state | {"last_used_ns": chunk.last_used_ns} | described
+    return place | state | {"last_used_ns": chunk.last_used_ns, "hits": chunk.hits} | described

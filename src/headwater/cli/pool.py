@@ -106,6 +106,19 @@ def events(
 
 
 @pool_app.command()
+def watch(
+    url: Url = None,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, metavar="S", help="Seconds between two looks.")] = 1.0,
+    seconds: Annotated[float | None, typer.Option(min=0, help="End after so long; never if not given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each look as one line of JSON.")] = False,
+) -> None:
+    """Watch a pool at work: fill, hit rate, loads and saves, the largest prefixes. q or Ctrl-C ends it."""
+    from headwater.cli.watch import watch_pool
+
+    watch_pool(url, interval, seconds, as_json)
+
+
+@pool_app.command()
 def receive(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0 takes a free port.")],
     url: Url = None,

@@ -1,4 +1,4 @@
-"""The HTTP side: an ASGI application with OpenAI's routes, /health and /metrics, in front of one `Generator`.
+"""The HTTP side: an ASGI application with OpenAI's routes, /health, /metrics and the page, before one `Generator`.
 
 A request is read and checked, then answered by a response object that watches for the client's leaving all the time: a
 disconnect cancels the work, and leaving the generation's `with` block aborts it in the engine.
@@ -32,10 +32,11 @@ from headwater.serve.openai import LARGE_BODY_BYTES, Call, Limits, parse_chat, p
 from headwater.serve.peers import NO_PEERS, Peers, reachable
 from headwater.serve.replies import ChatReply, Choice, CompletionReply, Reply
 from headwater.serve.sending import ClientStalledError, impatient, until_disconnect
+from headwater.serve.watching import PAGE_FILES, Watching
 
 BODY_TIMEOUT_S = 60.0
-OPEN_PATHS = frozenset({"/health"})
-"""What needs no API key: a load balancer asks without one."""
+OPEN_PATHS = frozenset({"/health", *PAGE_FILES})
+"""What needs no API key: a load balancer and a browser ask without one. The page alone holds no data."""
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -62,9 +63,12 @@ class AppConfig:
     requires_cache_salt: bool = False
 
 
-def create_app(generator: Generator, config: AppConfig, peers: Peers = NO_PEERS) -> ASGIApp:
-    """The application. It keeps no state of its own besides the metrics."""
+def create_app(
+    generator: Generator, config: AppConfig, peers: Peers = NO_PEERS, watching: Watching | None = None
+) -> ASGIApp:
+    """The application. It keeps no state of its own besides the metrics. Without `watching` its page shows no pool."""
     server = _Server(generator, config, peers)
+    watching = watching or Watching(None, config.served_model_name, lambda: generator.client.stats)
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
@@ -72,6 +76,7 @@ def create_app(generator: Generator, config: AppConfig, peers: Peers = NO_PEERS)
         Route("/v1/models/{name:path}", server.model, methods=["GET"]),
         Route("/health", server.health, methods=["GET"]),
         Route("/metrics", server.metrics, methods=["GET"]),
+        *watching.routes,
     ]
     handlers: dict[Any, Any] = {
         HeadwaterError: _on_error,

@@ -137,6 +137,7 @@ class Admin:
                     pinned=bool(core.index.counts(entry.cell)[1]),
                     leased=record.id in published,
                     last_used_ns=core.index.age(entry.cell),
+                    hits=core.index.hits(entry.cell),
                 )
                 found.append(info)
         return found
