@@ -49,7 +49,7 @@ test-vllm-first: $(VLLM_STAMP)
 # Everything that `make test` takes a sample of, or leaves to the long suites.
 test-all: test mooncake  ## make test, then all cells and rows of the matrices, the fleet and all of vLLM (two hours or so)
 	HEADWATER_ALL_CELLS=1 $(BIN)/pytest -q tests/integration/test_data_path.py
-	HEADWATER_ALL_ROWS=1 $(BIN)/pytest -q tests/integration/test_pool_sharing.py tests/integration/test_engine_equality.py tests/integration/test_roles_engine.py
+	HEADWATER_ALL_ROWS=1 $(BIN)/pytest -q tests/integration/test_pool_sharing.py tests/integration/test_engine_equality.py tests/integration/test_roles_engine.py tests/integration/test_processes.py
 	HEADWATER_ALL_STOPS=1 $(BIN)/pytest -q tests/integration/test_peers.py
 	@$(MAKE) test-fleet test-vllm test-identity
 

@@ -30,7 +30,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # ---- Part 1: an engine. Nothing here knows of Headwater. -----------------------------------------------------------
 AXES = ("plane", "block", "token", "head", "dim")
 """The axes of a layer's cache. `plane` is K or V."""
-NextToken = int
 Hook = Callable[[int], None]
 
 
@@ -90,9 +89,7 @@ class Model:
         return f"sha256:{weights.hexdigest()}"
 
     @torch.inference_mode()
-    def forward(
-        self, batch: Sequence[Request], cache: PagedCache, before_layer: Hook, after_layer: Hook
-    ) -> list[NextToken]:
+    def forward(self, batch: Sequence[Request], cache: PagedCache, before_layer: Hook, after_layer: Hook) -> list[int]:
         """Compute all tokens of each request that have no KV yet; the next token of each."""
         hidden = [
             self.embedding[r.tokens[r.num_computed :]] + self.position[r.num_computed : len(r.tokens)] for r in batch
@@ -111,7 +108,7 @@ class Model:
 
 
 class ToyEngine:
-    """Continuous batching in forty lines: whoever waits gets blocks, whoever has blocks is in every step."""
+    """Continuous batching at its smallest: a request that waits gets blocks, and one with blocks is in every step."""
 
     def __init__(self, model: Model, pool: hw.Pool, *, block_size: int = 16, axes: Sequence[str] = AXES) -> None:
         self.model = model
@@ -123,6 +120,8 @@ class ToyEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Request]:
         """Answer some prompts, greedily."""
+        if any(len(prompt) + max_tokens > MAX_LEN for prompt in prompts):
+            raise ValueError(f"a prompt and its answer may have {MAX_LEN} tokens together")
         requests = [Request(f"request {n}", [*p], len(p), max_tokens) for n, p in enumerate(prompts)]
         for request in requests:
             self.connector.add(request)

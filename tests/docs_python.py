@@ -33,6 +33,14 @@ SETUP: dict[str, dict[str, str]] = {
         "cache_salt": "messages, salt = [{'role': 'user', 'content': 'Hello'}], 'acme'",
     },
 }
+_PROGRAM = """import json
+import pathlib
+
+for _name, _code in json.loads(pathlib.Path(__file__).with_name("steps.json").read_text()):
+    exec(compile(_code, _name, "exec"))
+    if _name.endswith(".md"):
+        print(end="\\x1e", flush=True)
+"""
 LOCAL_POOL = re.compile(r"shm:///(?!\$)[\w.-]+")
 CAPACITY = re.compile(r"capacity=\d+(?:GiB|TiB)")
 
@@ -52,17 +60,17 @@ def run_python(blocks: Sequence[Block], pool: str, folder: Path, replaced: Mappi
     checkpoint = folder / "checkpoint"
     _write_checkpoint(checkpoint)
     setup = dict(SETUP.get(blocks[0].page, {}))
-    parts = [setup.pop("", "")]
+    steps = [("what the page takes for granted", setup.pop("", ""))]
     for block in blocks:
-        parts += [setup.pop(piece) for piece in list(setup) if piece in block.text]
-        # The text keeps its page and line, so that a traceback names them.
-        code = _own_places(block.text, pool, checkpoint)
+        steps += [("what the page takes for granted", setup.pop(piece)) for piece in list(setup) if piece in block.text]
+        code = block.text
         for theirs, ours in (replaced or {}).items():
             code = code.replace(theirs, ours)
-        padded = "\n" * block.line + code
-        parts.append(f"exec(compile({padded!r}, {block.page!r}, 'exec'))\nprint('\\x1e', end='', flush=True)")
+        steps.append((block.page, "\n" * block.line + code))  # a traceback names the page and its line
+    places = [(name, _own_places(code, pool, checkpoint)) for name, code in steps]
+    (folder / "steps.json").write_text(json.dumps(places))
     script = folder / "page.py"
-    script.write_text(_own_places("\n".join(parts), pool, checkpoint))
+    script.write_text(_PROGRAM)
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HOME": str(folder)}
     done = subprocess.run(
         [sys.executable, "-W", "error", str(script)],

@@ -20,7 +20,8 @@ TOP_PAGES = ("SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md")
 _FETCHED = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?https?://[^\"'\s>]+|<link\b[^>]*stylesheet[^>]*https?://[^>]*"
 )
-_LINK = re.compile(r"(\]\()([^)\s]+)(?=[)\s])")
+_LINK = re.compile(r"(\]\(|^\[[^\]\n]+\]:\s+)([^)\s]+)(?=[)\s]|$)", re.MULTILINE)
+_LABEL = re.compile(r"^\[([^\]\n]+)\]:", re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -56,13 +57,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             return f"{match[1]}{relpath(path, str(PurePosixPath('docs') / source.parent))}{suffix}"
         if path in TOP_PAGES:
             return f"{match[1]}{relpath(path, str(source.parent))}{suffix}"
-        if path == "README.md":
-            return f"{match[1]}{relpath('index.md', str(source.parent))}"
         return f"{match[1]}{repository}{path}{suffix}"
+
+    labels = {label.lower() for label in _LABEL.findall(markdown)}
 
     def outside_code(text: str) -> str:
         # A plain `[layer][head]` is text on GitHub; here it would be looked up as a name of the API.
-        return _LINK.sub(rewritten, re.sub(r"\](?=\[(?!\^))", r"]\\", text))
+        plain = re.sub(r"\](?=\[([^\]]+)\])", lambda m: "]" if m[1].lower() in labels else "]\\", text)
+        return _LINK.sub(rewritten, plain)
 
     parts = re.split(r"(^```.*?^```[^\n]*$|`[^`\n]+`)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("`") else outside_code(part) for part in parts)

@@ -137,7 +137,7 @@ def test_four_hosts_on_one_machine(tmp_path: Path) -> None:
                             _wait_copied(places["8001"], redis.port, -(-answers[0]["prompt_tokens"] // 256))
                     elif "/metrics" in line:
                         fetched = re.findall(r'tier_fetched_total\{tier="redis[^"]*"\} ([\d.]+)', printed)
-                        assert float(fetched[0]) > 0, printed
+                        assert [count for count in fetched if float(count) > 0], f"nothing came from Redis: {printed}"
     assert [answer["cached_tokens"] for answer in answers] == [0, *[answers[0]["prompt_tokens"] - 1] * 2]
 
 

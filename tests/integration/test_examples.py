@@ -176,7 +176,7 @@ def test_chat_two_servers() -> None:
 @pytest.mark.usefixtures("_nothing_left")
 def test_prefill_decode() -> None:
     needs_serve()
-    options = ("--model", "random", "--days", "45", "--max-tokens", "6")
+    options = ("--model", "random", "--days", "36", "--max-tokens", "6")
     output = run_example("prefill_decode.py", *options, timeout_s=RUN_S)
     asked = numbers(r"(?:directly|proxy|same): (\d+) of (\d+) prompt tokens computed there", output)
     (alone, prompt), (through, _), (again, _) = asked
