@@ -59,7 +59,7 @@ def clear(
     tenant: Tenant = None,
     identity: Identity = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Delete the pool itself; no process may have it open.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Delete the pool itself; nobody may have it open.")] = False,
     as_json: Json = False,
 ) -> None:
     """Forget everything, one tenant, or one model; or delete the pool itself."""
