@@ -227,7 +227,7 @@ class Connector:
     def end_step(self) -> dict[str, int]:
         """After the model ran: by request whose load has ended, how many of its first tokens have KV now."""
         self.worker.end_step()
-        return {end.request_id: end.num_tokens for end in self.scheduler.hear(self.worker.take_report())}
+        return {end.request_id: end.num_tokens for end in self.scheduler.handle_report(self.worker.take_report())}
 
     # (6) When something fails, and at the end.
     def step_failed(self, orders: StepOrders) -> None:

@@ -366,7 +366,7 @@ def test_a_peer_that_is_not_there_costs_nothing() -> None:
             began = time.monotonic()
             for _ in range(1000):
                 assert not sender.push(transfer_id(), address, chunks)
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 10  # 10 ms each would be a wait
             assert sender.counts["chunks_dropped"] == 2002
 
 
