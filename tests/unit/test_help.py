@@ -160,6 +160,10 @@ def test_wrong_values_are_wrong_usage_and_named_as_options(
     for package in ("msgspec", "starlette", "uvicorn"):
         pytest.importorskip(package)
     monkeypatch.delenv("HEADWATER_API_KEY", raising=False)
+    # What is not refused must not begin to serve: a test that waits for ever says less than one that fails.
+    for server in ("headwater.proxy.server.run_proxy", "headwater.serve.server.run_server"):
+        monkeypatch.setattr(server, lambda *_, **__: 0)
+    monkeypatch.setattr("headwater.cli.receive.open_pool", lambda url: pytest.fail(f"{url} was about to be served"))
     capsys.readouterr()
     assert run(args) == 2
     err = " ".join(capsys.readouterr().err.split())

@@ -49,6 +49,7 @@ def tidy_help(app: typer.Typer, command: Any) -> None:
         if group.typer_instance is not None and group.name:
             tidy_help(group.typer_instance, command.commands[group.name])
     for built in command.commands.values():
+        built.rich_markup_mode = None  # older versions give groups inside of groups their own
         built.short_help = built.short_help or _first_sentence(built.help or "")
 
 

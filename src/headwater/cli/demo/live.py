@@ -73,8 +73,10 @@ class LiveServer:
             give_up.cancel()
         raise EngineError(f"a server did not start: {self._last_words()}")
 
-    def ask(self, content: str, max_tokens: int) -> Reply:
-        """One question, answered greedily. Raises EngineError where the server does not answer."""
+    def ask(self, content: str, max_tokens: int, began: threading.Event | None = None) -> Reply:
+        """One question, answered greedily. Raises EngineError where the server does not answer. `began` is set with the
+        first piece of the answer, or when none will come."""
+        began = began or threading.Event()
         body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": max_tokens}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         where = urlsplit(self._url)
@@ -85,10 +87,11 @@ class LiveServer:
             response = connection.getresponse()
             if response.status != 200:
                 raise EngineError(f"a server answered with status {response.status}: {_error_of(response.read())}")
-            return _read_stream(response, begin)
+            return _read_stream(response, begin, began)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise EngineError(f"a server did not answer ({error}): {self._last_words()}") from error
         finally:
+            began.set()
             connection.close()
 
     def close(self) -> None:
@@ -118,7 +121,7 @@ class LiveServer:
         return (errors or lines or ["it said nothing"])[-1]
 
 
-def _read_stream(response: http.client.HTTPResponse, begin: float) -> Reply:
+def _read_stream(response: http.client.HTTPResponse, begin: float, began: threading.Event) -> Reply:
     first_s, pieces, usage, last_s, pause_s = 0.0, [], dict[str, Any](), 0.0, 0.0
     while line := response.readline():
         data = line.decode().strip().removeprefix("data: ")
@@ -130,6 +133,7 @@ def _read_stream(response: http.client.HTTPResponse, begin: float) -> Reply:
         now_s = time.perf_counter() - begin
         pause_s = max(pause_s, now_s - last_s) if first_s else 0.0
         first_s, last_s = first_s or now_s, now_s
+        began.set()
         pieces += [choice["delta"].get("content") or "" for choice in event["choices"]]
         usage = event.get("usage") or usage
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)

@@ -129,8 +129,10 @@ def run_prefill_decode(model: str | None, num_tokens: int | None, device: str, n
 def _ask_beside(decode: LiveServer, server: LiveServer, text: str, answer_tokens: int) -> tuple[Reply, float]:
     """Ask one server while another client reads a stream of the decode server; the longest pause in that."""
     streams: list[Reply] = []
-    reader = threading.Thread(target=lambda: streams.append(decode.ask(STREAM, STREAM_TOKENS * answer_tokens)))
+    began = threading.Event()  # a pause before the first piece would be no pause in the stream
+    reader = threading.Thread(target=lambda: streams.append(decode.ask(STREAM, STREAM_TOKENS * answer_tokens, began)))
     reader.start()
+    began.wait()
     reply = server.ask(text, answer_tokens)
     reader.join()
     return reply, max((stream.longest_pause_s for stream in streams), default=0.0)
