@@ -254,6 +254,22 @@ def test_too_much_is_refused_and_a_deleted_file_is_noticed(pool: Pool) -> None:
     file.close()
 
 
+def test_a_full_device_leaves_what_was_said_before(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = FiguresFile(directory_of(pool))
+    for payload in (b"first", b"second"):
+        assert file.write(payload)
+    real = os.pwrite
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:36], offset))
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                file.write(b"too much")
+    assert [found.payload for found in read_figures(directory_of(pool))] == [b"second"]
+    assert file.write(b"third")
+    assert [found.payload for found in read_figures(directory_of(pool))] == [b"third"]
+    file.close()
+
+
 def test_no_directory_is_nobody(tmp_path: Path) -> None:
     assert published(str(tmp_path / "none")) == []
 
