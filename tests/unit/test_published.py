@@ -213,6 +213,29 @@ def test_a_torn_slot_leaves_the_one_before(pool: Pool) -> None:
     file.close()
 
 
+def test_a_reader_beside_a_busy_writer_sees_whole_records_in_order(pool: Pool) -> None:
+    file = FiguresFile(directory_of(pool))
+    file.write(bytes(8) * 5000)
+
+    def write() -> None:
+        for number in range(1, 1500):
+            file.write(number.to_bytes(8, "little") * 5000)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    last, num_reads = 0, 0
+    while writer.is_alive():
+        for found in read_figures(directory_of(pool)):
+            number = int.from_bytes(found.payload[:8], "little")
+            assert found.payload == found.payload[:8] * 5000
+            assert number >= last
+            last, num_reads = number, num_reads + 1
+    writer.join()
+    assert num_reads
+    assert read_figures(directory_of(pool))[0].payload[:8] == (1499).to_bytes(8, "little")
+    file.close()
+
+
 @pytest.mark.parametrize(
     "noise",
     [b"", b"x", os.urandom(3 * SLOT_BYTES), b"\0" * SLOT_BYTES, b"hwfigs1\0" + b"\xff" * 100],

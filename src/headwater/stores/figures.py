@@ -88,9 +88,8 @@ class FiguresFile:
             record = _HEADER.pack(_MAGIC, sequence, len(payload), _checksum(sequence, payload)) + payload
             if os.pwrite(self._fd, record, sequence % 2 * SLOT_BYTES) != len(record):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._sequence = (
-                sequence  # only now: what failed is tried again in the same slot, and the other stays whole
-            )
+            # Only now: what failed is tried again in the same slot, and the other one stays whole.
+            self._sequence = sequence
             return True
 
     def close(self) -> None:
