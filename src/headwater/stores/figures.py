@@ -69,6 +69,7 @@ class FiguresFile:
         self._lock = ForkSafeLock()
         self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
+            os.ftruncate(self._fd, 2 * SLOT_BYTES)  # of which only what is written takes storage
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
         except OSError:
             os.close(self._fd)
