@@ -21,6 +21,7 @@ pytest.importorskip("httpx")
 import httpx
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
+from headwater.cli import run
 from headwater.connector.metrics import POOL_METRICS, Source, host_values
 from headwater.connector.published import Publisher, figures
 from headwater.connector.stats import TransferStats
@@ -268,3 +269,8 @@ def test_who_may_see_the_page() -> None:
     assert ask(closed, "/health").json() == {"status": "ok", "pool": False}
     assert ask(open_one, "/").status_code == 404
     assert ask(open_one, "/metrics", "POST").status_code == 405
+
+
+def test_a_key_that_was_mistyped_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["pool", "exporter", "shm:///none", "s3cret"]) == 2
+    assert "s3cret" not in capsys.readouterr().err

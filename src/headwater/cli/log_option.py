@@ -12,11 +12,14 @@ from headwater.logs import LOG_FORMAT_VARIABLE, LOG_FORMATS, set_up_logs
 _PROCESSES = {"serve": "server", "receive": "receiver"}
 """What the process of a command is called in its lines, where that is not the command's name."""
 
+_TEXT = dict.fromkeys(("proxy", "router", "exporter"), "%(levelname)s %(message)s")
+"""How lines for people look; of other commands, as Python writes them."""
+
 
 def _set_up(context: typer.Context, chosen: str) -> str:
     if not context.resilient_parsing:  # which is completion, and runs nothing
         name = context.info_name or ""
-        set_up_logs(_PROCESSES.get(name, name), chosen, text=None if name == "serve" else "%(levelname)s %(message)s")
+        set_up_logs(_PROCESSES.get(name, name), chosen, text=_TEXT.get(name))
     return chosen
 
 
