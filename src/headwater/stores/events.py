@@ -1,8 +1,8 @@
 """What happened to the chunks of a pool, in order, for followers: routers, other tiers, people.
 
 A ring of fixed slots in a small mapped file. Writers append under the store's own lock; followers of any process read
-without one. A follower that is further behind than the ring is long receives LOST and must rescan the pool. Nothing here
-knows what a chunk is.
+without one. A follower that is further behind than the ring is long receives LOST and must rescan the pool. Nothing
+here knows what a chunk is.
 """
 
 from __future__ import annotations
