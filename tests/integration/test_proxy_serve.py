@@ -77,8 +77,9 @@ class Serve:
         self.process.stdout.close()
 
 
-@pytest.fixture
-def two(tmp_path: Path) -> Iterator[list[Serve]]:
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Serve]]:
+    """Both tests use them; the second one kills the first server."""
     try:
         find_in_catalog("smollm2")
     except ModelError as error:
@@ -86,7 +87,7 @@ def two(tmp_path: Path) -> Iterator[list[Serve]]:
     with ExitStack() as stack:
         made = []
         for _ in range(2):
-            url = stack.enter_context(temporary_url("shm", tmp_path, "capacity=512MiB"))
+            url = stack.enter_context(temporary_url("shm", tmp_path_factory.mktemp("pools"), "capacity=512MiB"))
             made.append(Serve(url))
             stack.callback(made[-1].close)
         for server in made:
@@ -98,6 +99,28 @@ def cached(usage: Any) -> int:
     return int(usage.prompt_tokens_details.cached_tokens)
 
 
+def test_without_tokenizer_and_events_conversations_come_back_too(two: list[Serve], proxy: Any) -> None:
+    """And answers are those of the servers themselves. Prefill gets nothing, since no receiver is known."""
+    front: ProxyProcess = proxy("proxy", "--decode", two[0].url, two[1].url, "--prefill", two[0].url)
+    prompts = [f"Story {n}. " + STORY * 14 for n in range(3)]
+    texts = []
+    for prompt in prompts:
+        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0}
+        answer = front.http.post("/v1/completions", json=body, timeout=WAIT_S).raise_for_status().json()
+        texts.append(answer["choices"][0]["text"])
+        again = front.http.post("/v1/completions", json=body, timeout=WAIT_S).raise_for_status().json()
+        assert again["choices"][0]["text"] == texts[-1]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 256
+    direct = httpx.post(
+        f"{two[0].url}/v1/completions", json={"prompt": prompts[0], "max_tokens": 6, "temperature": 0}, timeout=WAIT_S
+    )
+    assert direct.json()["choices"][0]["text"] == texts[0]
+    assert front.metric("headwater_proxy_prefill_total", decision="no_peer") == 3
+    refused = front.http.post("/v1/completions", json={"prompt": 7}, timeout=WAIT_S)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"]
+
+
 def test_conversations_come_back_to_the_server_that_has_them(two: list[Serve], proxy: Any) -> None:
     """Turns of four conversations through a router with events. The index says what the servers then report; one server
     is killed, and its conversations go on elsewhere."""
@@ -105,12 +128,14 @@ def test_conversations_come_back_to_the_server_that_has_them(two: list[Serve], p
     front: ProxyProcess = proxy("router", *specs, "--tokenizer", "smollm2", "--health-interval", "0.2")
     client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0)
     assert client.models.list().data[0].id
+    sequences = [server.count("sequences_total") for server in two]
     talks = [[{"role": "user", "content": f"Story {n}. " + STORY * 14 + f"What happened to {n}?"}] for n in range(4)]
     for talk in talks:
         answer = client.chat.completions.create(model="smollm2", messages=talk, max_tokens=8, temperature=0)  # type: ignore[arg-type]
         talk.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
         assert cached(answer.usage) < 64, "more than the template was cached"
-    assert [server.count("sequences_total") for server in two] == [2, 2], "idle servers take turns"
+    num_new = [server.count("sequences_total") - old for server, old in zip(two, sequences, strict=True)]
+    assert num_new == [2, 2], "idle servers take turns"
     before = [server.count("cached_prompt_tokens_total") for server in two]
     # What was sent a moment ago counts for 10 s; from then on only events do. Both say the same here.
     wait_until(lambda: front.metric("headwater_proxy_index_blocks", source="events") >= 4, WAIT_S)
@@ -135,25 +160,3 @@ def test_conversations_come_back_to_the_server_that_has_them(two: list[Serve], p
         answer = client.chat.completions.create(model="smollm2", messages=talk, max_tokens=4, temperature=0)  # type: ignore[arg-type]
         assert answer.usage is not None
     wait_until(lambda: front.metric("headwater_proxy_server_up", server=two[0].url) == 0, WAIT_S)
-
-
-def test_without_tokenizer_and_events_conversations_come_back_too(two: list[Serve], proxy: Any) -> None:
-    """And answers are those of the servers themselves. Prefill gets nothing, since no receiver is known."""
-    front: ProxyProcess = proxy("proxy", "--decode", two[0].url, two[1].url, "--prefill", two[0].url)
-    prompts = [f"Story {n}. " + STORY * 14 for n in range(3)]
-    texts = []
-    for prompt in prompts:
-        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0}
-        answer = front.http.post("/v1/completions", json=body, timeout=WAIT_S).raise_for_status().json()
-        texts.append(answer["choices"][0]["text"])
-        again = front.http.post("/v1/completions", json=body, timeout=WAIT_S).raise_for_status().json()
-        assert again["choices"][0]["text"] == texts[-1]
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 256
-    direct = httpx.post(
-        f"{two[0].url}/v1/completions", json={"prompt": prompts[0], "max_tokens": 6, "temperature": 0}, timeout=WAIT_S
-    )
-    assert direct.json()["choices"][0]["text"] == texts[0]
-    assert front.metric("headwater_proxy_prefill_total", decision="no_peer") == 3
-    refused = front.http.post("/v1/completions", json={"prompt": 7}, timeout=WAIT_S)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"]

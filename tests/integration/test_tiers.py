@@ -344,6 +344,7 @@ def test_two_batches_are_on_their_way_at_a_time(
         with open_pool(f"{redis_url}?prefix=two&lookup=5") as bare:
             assert open_space(bare).match(space.keys(range(32))).num_tokens == 32
         assert not any(info.leased for info in pool._store._front.scan())  # type: ignore[attr-defined]
+        monkeypatch.undo()  # clearing and closing the pool wait for the copier
         pool.clear()
 
 

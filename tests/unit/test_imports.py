@@ -26,11 +26,12 @@ MAY_IMPORT["pool"] = {"kv", "stores"}
 MAY_IMPORT["peers"] = {"kv", "stores", "pool"}
 MAY_IMPORT["transfer"] = {"kv", "stores", "pool", "peers", "kernels"}
 MAY_IMPORT["connector"] = {"kv", "stores", "pool", "peers", "transfer"}
+MAY_IMPORT["watch"] = {"kv", "stores", "pool", "connector"}
 MAY_IMPORT["models"] = {"kv", "kernels"}
 # `models` only for what names a model: two engines share where they give it one name.
 MAY_IMPORT["integrations"] = {"kv", "stores", "pool", "peers", "transfer", "connector", "models"}
 MAY_IMPORT["engine"] = {"kv", "stores", "pool", "peers", "transfer", "connector", "kernels", "models"}
-MAY_IMPORT["serve"] = MAY_IMPORT["engine"] | {"engine", "integrations"}
+MAY_IMPORT["serve"] = MAY_IMPORT["engine"] | {"engine", "integrations", "watch"}
 # `serve` only for HTTP, `models` only for tokenizers: a proxy loads no engine (tests/unit/test_proxy_parts.py).
 MAY_IMPORT["proxy"] = {"kv", "stores", "pool", "peers", "models", "serve"}
 MAY_IMPORT["sim"] = {"kv", "pool"}

@@ -343,7 +343,7 @@ def test_an_answer_that_is_not_streamed_has_a_bound_on_its_values() -> None:
             await rig.generator.begin(asking(64, False, max_tokens=4096, logprobs=20))
         assert str(caught.value).startswith(
             "the answer may have 64 sequences x 4096 tokens x (1 + 20 log-probabilities) = 5505024 values; "
-            "expected 1048576 at most. Lower n, max_tokens or logprobs, give fewer prompts, or set stream to true"
+            "expected at most 1048576. Lower n, max_tokens or logprobs, send fewer prompts, or set stream to true"
         )
         assert caught.value.param == "max_tokens"
         assert (len(rig.wire.submitted()), rig.client.num_in_flight) == (num_sent, 0)
@@ -356,7 +356,7 @@ def test_one_call_cannot_take_every_place_but_fill_a_step(places: int, share: in
     """A step has two sequences."""
 
     async def test(rig: Rig) -> None:
-        with pytest.raises(RequestError, match=rf"asks for {share + 1} sequences .*expected {share} at most") as caught:
+        with pytest.raises(RequestError, match=rf"asks for {share + 1} sequences .* at most {share} ") as caught:
             await rig.generator.begin(call(share + 1))
         assert (caught.value.param, caught.value.code) == ("n", None)
         assert rig.generator.limits.max_prompts == share

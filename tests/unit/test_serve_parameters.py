@@ -166,7 +166,7 @@ def test_names_that_nobody_knows_are_refused_with_the_one_that_was_meant() -> No
         (chat, "cachesalt", "did you mean cache_salt?"),
         (chat, "prompt", "a parameter of the other endpoint"),
         (completion, "messages", "a parameter of the other endpoint"),
-        (completion, "qqqq", "not a parameter that this server knows"),
+        (completion, "qqqq", "qqqq is not a known parameter"),
     ):
         with pytest.raises(RequestError, match=re.escape(hint)) as caught:
             ask(**{name: 1})

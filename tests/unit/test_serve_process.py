@@ -99,7 +99,7 @@ def test_a_server_whose_engine_does_not_read_takes_no_more_than_a_bound(monkeypa
     async def test(client: EngineClient, theirs: socket.socket) -> None:
         calls = await submit_until_full(client, (1 << 20) + 1)
         num_before = client.num_in_flight
-        with pytest.raises(RequestError, match="which does not read; try later") as caught:
+        with pytest.raises(RequestError, match="which does not read them; try again later") as caught:
             await client.submit([JOB])
         assert caught.value.code == "server_busy"
         assert client.num_in_flight == num_before

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from headwater.cli.usage import WrongUsageError
 from headwater.errors import HeadwaterError
 from headwater.redaction import HIDDEN, redact_words
 
@@ -40,14 +41,16 @@ def main() -> None:
 def run(args: Sequence[str]) -> int:
     """Run one command and return its exit code. Never raises for what a command may meet."""
     try:
-        from headwater.cli.app import app
+        from headwater.cli.app import command
 
-        code = app(list(args), prog_name="headwater", standalone_mode=False)
+        code = command()(list(args), prog_name="headwater", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BrokenPipeError:
         raise
+    except WrongUsageError as wrong:
+        return _fail(wrong.cause, str(wrong), args, code=2)
     except HeadwaterError as error:
         return _fail(error, str(error), args)
     except OSError as error:
@@ -91,13 +94,16 @@ def _without_key(text: str, args: Sequence[str]) -> str:
     return text
 
 
-def _fail(error: Exception, text: str, args: Sequence[str]) -> int:
-    from headwater.cli.output import one_line, print_json
+def _fail(error: Exception, text: str, args: Sequence[str], code: int = 1) -> int:
+    import logging
 
-    print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
+    from headwater.cli.output import one_line, print_json
+    from headwater.logs import note
+
+    note(one_line(text), logging.ERROR)
     if "--json" in args:
         print_json({"error": text, "kind": type(error).__name__})
-    return 1
+    return code
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

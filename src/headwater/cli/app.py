@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,12 +12,13 @@ from headwater.cli.config import config_app
 from headwater.cli.convert import convert
 from headwater.cli.demo.command import demo
 from headwater.cli.generate import generate
+from headwater.cli.help_text import tidy_help
 from headwater.cli.pool import pool_app
 from headwater.cli.proxy import SeveralValues, proxy, router
 from headwater.cli.serve import serve
 
 # Plain help: Rich's tables cut the names of options where a terminal has 80 columns.
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(serve)
 app.command(cls=SeveralValues)(proxy)
 app.command()(router)
@@ -28,6 +29,13 @@ app.command()(demo)
 app.add_typer(pool_app, name="pool")
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
+
+
+def command() -> Any:
+    """The tree as something to call with arguments: Click's, or what newer versions of Typer have in its place."""
+    built = typer.main.get_command(app)
+    tidy_help(app, built)
+    return built
 
 
 def _print_version(wanted: bool) -> None:

@@ -20,17 +20,18 @@ def _bench() -> None:
 
 @bench_app.command("store")
 def bench_store(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
-    url: Annotated[
-        str | None, typer.Option(help="Where to make the pool of tiles (removed afterwards), e.g. shm:///NAME.")
-    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
+    url: Annotated[str | None, typer.Option(help="Pool of tiles to create and remove, e.g. shm:///NAME.")] = None,
     tiles_gib: Annotated[float, typer.Option(help="GiB of tiles to move.", min=0.01, max=1024)] = 1.0,
-    chunks: Annotated[int, typer.Option(help="Chunks in the pool that is searched.", min=1)] = 1_000_000,
-    pairs: Annotated[int, typer.Option(help="Alternating pairs of pool and ceiling.", min=1)] = 9,
+    chunks: Annotated[int, typer.Option(help="Chunks in the pool for lookups.", min=1)] = 1_000_000,
+    pairs: Annotated[int, typer.Option(help="Alternating pairs of pool and limit.", min=1)] = 9,
     redis: Annotated[bool, typer.Option("--redis/--no-redis", help="Compare with Redis and Mooncake servers.")] = True,
-    quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
 ) -> None:
-    """Read and write tiles against the memory's own speed, and look prompts up among a million chunks."""
+    """Measure the pool against the speed of the memory.
+
+    Reads and writes tiles, looks prompts up among a million chunks, and compares with Redis and Mooncake.
+    """
     from headwater.bench import store
     from headwater.cli.output import print_json
 
@@ -44,24 +45,24 @@ def bench_store(
 
 @bench_app.command("engine")
 def bench_engine(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
-    model: Annotated[str, typer.Option(help="What to serve on the CPU: a checkpoint, or a name of the catalog.")] = (
-        "smollm2"
-    ),
-    seconds: Annotated[float, typer.Option(help="Begin no further pair of CPU runs after this time.", min=1)] = 1200.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
+    model: Annotated[str, typer.Option(help="Model for the CPU: a checkpoint, or a catalog name.")] = ("smollm2"),
+    seconds: Annotated[float, typer.Option(help="Start no further pair of CPU runs after this time.", min=1)] = 1200.0,
     cpu: Annotated[bool, typer.Option("--cpu/--no-cpu", help="Compare with transformers on the CPU.")] = True,
     gpu: Annotated[bool, typer.Option("--gpu/--no-gpu", help="Compare with the limits of the GPU, if any.")] = True,
     only: Annotated[
-        str | None, typer.Option(help="GPU figures to measure, with commas between them; nothing on the CPU then.")
+        str | None, typer.Option(help="Measure only these GPU figures, separated by commas, and nothing on the CPU.")
     ] = None,
     model_shape: Annotated[
         str | None,
-        typer.Option(help="Only whole steps on the GPU, with random weights of this model's shape, e.g. mixtral-8x7b."),
+        typer.Option(help="Measure only whole steps on the GPU, with random weights of this shape, e.g. mixtral-8x7b."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
 ) -> None:
-    """Serve many requests and a long prompt next to transformers, and measure steps and kernels against the GPU's own
-    limits and against torch's."""
+    """Measure the engine against transformers and the GPU's limits.
+
+    Serves many requests and a long prompt on the CPU; runs steps and kernels on the GPU, also against torch's.
+    """
     from headwater.cli.output import print_json
     from headwater.errors import InvalidArgumentError
 
@@ -89,13 +90,13 @@ def bench_engine(
 
 @bench_app.command("transfer")
 def bench_transfer(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
     tokens: Annotated[int, typer.Option(help="Tokens of KV to move.", min=4096)] = 65536,
     staging_mib: Annotated[int, typer.Option(help="MiB of device memory between cache and pool.", min=64)] = 1024,
-    pairs: Annotated[int, typer.Option(help="Rounds of everything in turns.", min=1)] = 7,
-    quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
+    pairs: Annotated[int, typer.Option(help="Alternating rounds.", min=1)] = 7,
+    quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
 ) -> None:
-    """Save a GPU's KV to a pool in shared memory and load it again, against one large copy of the same bytes."""
+    """Measure saves and loads of a GPU's KV against one large copy."""
     from headwater.cli.output import print_json
 
     with needs_extra("engine"):
@@ -111,12 +112,12 @@ def bench_transfer(
 
 @bench_app.command("peers")
 def bench_peers(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
-    pairs: Annotated[int, typer.Option(help="Rounds of push and bare sockets in turns.", min=1)] = 9,
-    seconds: Annotated[float, typer.Option(help="Begin no further case after this time.", min=1)] = 240.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
+    pairs: Annotated[int, typer.Option(help="Alternating rounds of push and bare sockets.", min=1)] = 9,
+    seconds: Annotated[float, typer.Option(help="Start no further case after this time.", min=1)] = 240.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
 ) -> None:
-    """Push KV into another process's pool, against the same bytes over bare sockets."""
+    """Measure a push into another process's pool against bare sockets."""
     from headwater.bench import push
     from headwater.cli.output import print_json
 
@@ -129,13 +130,18 @@ def bench_peers(
 
 @bench_app.command("router")
 def bench_router(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
     requests: Annotated[int, typer.Option(help="Requests of the simulated workload.", min=200)] = 12_000,
-    model: Annotated[str, typer.Option(help="What the two real servers serve.")] = "smollm2",
-    real: Annotated[bool, typer.Option("--real/--no-real", help="Two real servers on the CPU as well.")] = True,
-    quick: Annotated[bool, typer.Option("--quick", help="Small, without real servers: a smoke test.")] = False,
+    model: Annotated[str, typer.Option(help="Model of the two real servers.")] = "smollm2",
+    real: Annotated[bool, typer.Option("--real/--no-real", help="Also run two real servers on the CPU.")] = True,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run small and without real servers, as a smoke test.")
+    ] = False,
 ) -> None:
-    """Choose servers by what they have cached, in turns and with an ideal index: cached tokens, balance, cost."""
+    """Measure routing by cached tokens against round-robin.
+
+    Also against an index without delay: cached tokens, balance and cost.
+    """
     from headwater.cli.output import print_json
 
     with needs_extra("proxy"):
@@ -154,17 +160,18 @@ def bench_router(
 
 @bench_app.command("ttft")
 def bench_ttft(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
-    model: Annotated[str, typer.Option(help="What to serve on the CPU: a checkpoint, or a name of the catalog.")] = (
-        "smollm2"
-    ),
-    seconds: Annotated[float, typer.Option(help="Begin no further CPU run after this time.", min=1)] = 900.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
+    model: Annotated[str, typer.Option(help="Model for the CPU: a checkpoint, or a catalog name.")] = ("smollm2"),
+    seconds: Annotated[float, typer.Option(help="Start no further CPU run after this time.", min=1)] = 900.0,
     cpu: Annotated[bool, typer.Option("--cpu/--no-cpu", help="Two servers on the CPU.")] = True,
     gpu: Annotated[bool, typer.Option("--gpu/--no-gpu", help="A long prompt on the GPU, if any.")] = True,
-    device: Annotated[str, typer.Option(help="cpu: the GPU's part without one, in float32; with --quick.")] = "cuda",
-    quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
+    device: Annotated[str, typer.Option(help="cpu: run the GPU's part on the CPU, in float32; for --quick.")] = "cuda",
+    quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
 ) -> None:
-    """Measure the time to the first token of a prompt that another server has computed, against computing it."""
+    """Measure the time to the first token of a pool hit.
+
+    Compares with computing the same prompt.
+    """
     from headwater.cli.output import print_json
 
     with needs_extra("engine"):
@@ -185,14 +192,17 @@ def bench_ttft(
 
 @bench_app.command("fleet")
 def bench_fleet(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
     clients: Annotated[int, typer.Option(help="Concurrent clients.", min=1)] = 32,
     processes: Annotated[int, typer.Option(help="Processes that they are in.", min=1)] = 4,
     seconds: Annotated[float, typer.Option(help="How long they work.", min=0.1)] = 30.0,
     flips: Annotated[int, typer.Option(help="Bits to flip in stored chunks.", min=0)] = 1200,
     quick: Annotated[bool, typer.Option("--quick", help="A smoke test of seconds.")] = False,
 ) -> None:
-    """Many clients on shared memory, files and Redis for a while; every byte is compared, and bits are flipped."""
+    """Run many clients on three tiers while bits are flipped.
+
+    The tiers are shared memory, files and Redis; every byte is compared.
+    """
     from headwater.bench import fleet as bench
     from headwater.cli.output import console, print_json, table
 

@@ -22,28 +22,34 @@ class Device(StrEnum):
 
 
 def bench_vllm(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
     pairs: Annotated[int, typer.Option(help="Alternating pairs of hits.", min=1)] = 9,
     mooncake: Annotated[bool, typer.Option("--mooncake/--no-mooncake", help="Compare with Mooncake's store.")] = True,
     example: Annotated[bool, typer.Option("--example/--no-example", help="Compare with ExampleConnector.")] = True,
-    quick: Annotated[bool, typer.Option("--quick", help="Everything once and small: a smoke test.")] = False,
-    device: Annotated[Device, typer.Option(help="What vLLM computes on.")] = Device.CPU,
-    sides: Annotated[str | None, typer.Option(help="GPU: only these, of what is compared; commas between.")] = None,
-    parts: Annotated[str | None, typer.Option(help="GPU: only these parts; commas between.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
+    device: Annotated[Device, typer.Option(help="Device that vLLM runs on.")] = Device.CPU,
+    sides: Annotated[str | None, typer.Option(help="GPU: compare only these sides, separated by commas.")] = None,
+    parts: Annotated[str | None, typer.Option(help="GPU: run only these parts, separated by commas.")] = None,
     eager: Annotated[bool, typer.Option("--eager/--compiled", help="GPU: without or with compilation.")] = True,
-    model: Annotated[Path | None, typer.Option(help="GPU: a Llama's checkpoint; made there if there is none.")] = None,
-    lmcache_path: Annotated[Path | None, typer.Option(help="GPU: where LMCache is, if not beside vLLM.")] = None,
+    model: Annotated[Path | None, typer.Option(help="GPU: Llama checkpoint; created there if missing.")] = None,
+    lmcache_path: Annotated[
+        Path | None, typer.Option(help="GPU: where LMCache is installed, if not beside vLLM.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="GPU: layers of the random model (32).", min=1)] = None,
     capacity: Annotated[str | None, typer.Option(help="GPU: host memory of every connector (30GiB).")] = None,
-    seconds: Annotated[float | None, typer.Option(help="GPU: begin nothing that would end after that.", min=1)] = None,
-    out: Annotated[Path | None, typer.Option(help="GPU: keep every result in this file, and go on from it.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="GPU: measure also what that file has already.")] = False,
-    merge: Annotated[list[Path] | None, typer.Option(help="GPU: measure nothing, put such files together.")] = None,
-    mixed: Annotated[bool, typer.Option("--mixed", help="GPU: the files may come from several machines.")] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="GPU: where the time of a pool hit goes, too.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(help="GPU: start nothing that would end after this time.", min=1)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="GPU: write results to this file, and resume from it.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="GPU: repeat what that file already has.")] = False,
+    merge: Annotated[list[Path] | None, typer.Option(help="GPU: measure nothing, report these files together.")] = None,
+    mixed: Annotated[bool, typer.Option("--mixed", help="GPU: allow files from several machines.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="GPU: also profile a pool hit.")] = False,
     cpu_trial: Annotated[bool, typer.Option("--cpu-trial", hidden=True)] = False,
 ) -> None:
-    """Time to a first token on a hit in the pool, in vLLM, and what saving costs. Takes half an hour or more.
+    """Measure the time to the first token of a pool hit in vLLM.
+
+    Also measures the cost of saving. Takes half an hour or more.
 
     With --device cuda: an 8B-class Llama on a GPU, beside plain vLLM, its OffloadingConnector and LMCache.
     """
@@ -57,7 +63,7 @@ def bench_vllm(
         return
     if find_spec("vllm") is None:
         raise EngineConfigError(
-            "vLLM is not installed in this environment; `make test-vllm` makes one with it, and docs/vllm.md says how"
+            "vLLM is not installed in this environment; `make test-vllm` creates one with it (see docs/vllm.md)"
         )
     if device is Device.CUDA or cpu_trial:
         gpu = vllm_gpu.TRIAL if cpu_trial else vllm_gpu.QUICK if quick else vllm_gpu.GpuPlan(pairs=pairs)

@@ -15,6 +15,7 @@ import typer
 from headwater.cli.engine_options import engine_options, needs_extra
 from headwater.cli.generate import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, MaxTokens, Seed, System, Temperature, TopK, TopP
 from headwater.cli.output import one_line, progress
+from headwater.cli.usage import reading_options
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import SamplingParams
 from headwater.errors import RequestError
@@ -35,14 +36,15 @@ def chat(
     top_k: TopK = SamplingParams.top_k,
     seed: Seed = None,
 ) -> None:
-    """Talk to a model. What was said before is in the prefix cache, so only what is new is computed."""
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=secrets.randbits(62) if seed is None else seed,
-    )
+    """Chat with a model in the terminal; only new turns are computed."""
+    with reading_options():
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=secrets.randbits(62) if seed is None else seed,
+        )
     with needs_extra():
         from headwater.serve.local import LocalModel
 
@@ -71,7 +73,7 @@ def _converse(model: LocalModel, params: SamplingParams, opening: list[dict[str,
                 try:
                     said = _say(model, params, asked)
                 except RequestError as error:
-                    typer.echo(f"error: {one_line(error)}; /reset begins anew", err=True)
+                    typer.echo(f"error: {one_line(error)}; /reset starts a new conversation", err=True)
                     continue
                 turns = [*asked, {"role": "assistant", "content": said}]
 

@@ -25,7 +25,7 @@ def forget(url: str | None, selected: Selection, yes: bool, as_json: bool) -> No
         if rows:
             what = f"{plural(sum(row.chunks for row in rows), 'chunk')} ({format_size(sum(row.bytes for row in rows))})"
             models = ", ".join(sorted({one_line(row.root.get("label") or "unnamed") for row in rows}))
-            _confirm(f"Forget {what} of {models} in {before.name}?", yes)
+            _confirm(f"Remove {what} of {models} from {before.name}?", yes)
         with progress("clearing") as advance:
             # Without rows nobody was asked, and what appeared meanwhile is not what was meant.
             removed = store.clear(None if selected.is_everything else selected, advance) if rows or yes else 0
@@ -34,9 +34,9 @@ def forget(url: str | None, selected: Selection, yes: bool, as_json: bool) -> No
         print_json({"url": before.name, "removed_chunks": removed, "freed_bytes": freed, "removed_pool": False})
     elif removed:
         where = f" in {before.url}" if before.tiers else ""
-        print(f"{before.name}: forgot {plural(removed, 'chunk')}, {format_size(freed)} free again{where}")
+        print(f"{before.name}: removed {plural(removed, 'chunk')}, {format_size(freed)} freed{where}")
     else:
-        print(f"{before.name}: there was nothing to forget")
+        print(f"{before.name}: nothing to remove")
 
 
 def delete_pool(url: str | None, yes: bool, as_json: bool) -> None:
@@ -49,7 +49,7 @@ def delete_pool(url: str | None, yes: bool, as_json: bool) -> None:
     if as_json:
         print_json({"url": str(found), "removed_chunks": None, "freed_bytes": taken, "removed_pool": True})
     else:
-        print(f"{found}: deleted, {format_size(taken)} free again")
+        print(f"{found}: deleted, {format_size(taken)} freed")
 
 
 def _confirm(question: str, yes: bool) -> None:
@@ -57,6 +57,6 @@ def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise InvalidArgumentError("nothing was removed: there is no terminal to ask for confirmation on; pass --yes")
+        raise InvalidArgumentError("nothing was removed: there is no terminal to ask for confirmation; pass --yes")
     if not typer.confirm(question, err=True):
         raise InvalidArgumentError("nothing was removed: not confirmed")

@@ -19,11 +19,11 @@ def config() -> None:
 
 @config_app.command()
 def check(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A TOML file with pools.")],
-    connect: Annotated[bool, typer.Option("--connect", help="Also ask every remote tier for an answer.")] = False,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="TOML file with pools.")],
+    connect: Annotated[bool, typer.Option("--connect", help="Also contact every remote tier.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
 ) -> None:
-    """Say what is wrong with a configuration, or what its pools are. Exit code 1 if anything is wrong."""
+    """List the pools of a configuration, and every mistake in it. Exit code 1 if there is one."""
     from headwater.cli.output import console, print_json, table
     from headwater.stores.config import check_config
 

@@ -9,13 +9,16 @@ import typer
 
 
 def convert(
-    gguf: Annotated[str, typer.Argument(metavar="GGUF", help="A GGUF file, or a name of the catalog (smollm2).")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the checkpoint.")],
-    dtype: Annotated[str, typer.Option(help="What to store weights in: float32, bfloat16 or float16.")] = "float32",
+    gguf: Annotated[str, typer.Argument(metavar="GGUF", help="GGUF file, or a catalog name (smollm2).")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write the checkpoint to.")],
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")] = "float32",
     force: Annotated[bool, typer.Option("--force", help="Replace the checkpoint that DIR holds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
 ) -> None:
-    """Write a GGUF model as a Hugging Face checkpoint: config, tokenizer and safetensors."""
+    """Convert a GGUF model to a Hugging Face checkpoint.
+
+    Writes config, tokenizer and safetensors.
+    """
     from headwater.cli.engine_options import needs_extra
     from headwater.cli.output import plural, print_json, progress
     from headwater.models.catalog import find_in_catalog

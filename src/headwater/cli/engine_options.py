@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from headwater.cli.usage import choice, plain, reading_options
 from headwater.connector.config import LOAD_MODES, ROLES
 from headwater.engine.config import DTYPES, LAYOUTS, LOAD_FORMATS, EngineConfig
 from headwater.errors import EngineError
@@ -26,43 +27,47 @@ class _Row(NamedTuple):
     kind: Any
     help: str
     metavar: str | None = None
+    least: int | None = None
 
 
-def _one_of(*names: str) -> str:
-    return "|".join(names)
+def _count(kind: Any, text: str) -> _Row:
+    return _Row(kind, text, "N", 1)
+
+
+def _choice(text: str, *names: str) -> _Row:
+    return _Row(choice(*names), text, "|".join(names))
 
 
 OPTIONS: dict[str, _Row] = {
-    "model": _Row(str, "A checkpoint directory, a GGUF file, or smollm2.", "DIR|FILE|NAME"),
-    "load_format": _Row(str, "dummy: random weights of the right shapes.", _one_of(*LOAD_FORMATS)),
-    "dtype": _Row(str, "auto: bfloat16 on a GPU, float32 on a CPU.", _one_of(*DTYPES)),
-    "device": _Row(str, "Where to run.", "auto|cpu|cuda"),
-    "tensor_parallel_size": _Row(int, "Ranks that share the model's heads, a process each."),
-    "max_model_len": _Row(int | None, "Context in tokens; if not given, what model and memory allow."),
-    "page_size": _Row(int, "Tokens in a page of the KV cache."),
-    "num_pages": _Row(int | None, "Pages of the KV cache; if not given, from measured memory."),
-    "memory_ratio": _Row(float | None, "Part of free memory to use; if not given, 0.9 on a GPU and 0.3 on a CPU."),
-    "cache_layout": _Row(str, "Order of the KV cache in memory.", _one_of(*LAYOUTS)),
-    "prefix_cache": _Row(str, "naive: remember nothing between requests.", "radix|naive"),
-    "max_num_seqs": _Row(int, "Sequences that run at the same time."),
-    "max_batched_tokens": _Row(int, "Tokens of one step; longer prompts are computed in chunks."),
-    "attention_backend": _Row(str, "Attention kernels; auto takes the best that run here."),
+    "model": _Row(str, "Checkpoint directory, GGUF file, or smollm2.", "DIR|FILE|NAME"),
+    "load_format": _choice("dummy: random weights of the model's shapes.", *LOAD_FORMATS),
+    "dtype": _choice("auto: bfloat16 on a GPU, float32 on a CPU.", *DTYPES),
+    "device": _choice("Device to run on.", "auto", "cpu", "cuda"),
+    "tensor_parallel_size": _count(int, "Number of tensor-parallel ranks, one process each."),
+    "max_model_len": _count(int | None, "Context length in tokens; default: what model and memory allow."),
+    "page_size": _count(int, "Tokens per page of the KV cache."),
+    "num_pages": _count(int | None, "Pages of the KV cache; default: from measured memory."),
+    "memory_ratio": _Row(float | None, "Share of free memory to use; default: 0.9 on a GPU, 0.3 on a CPU.", "X"),
+    "cache_layout": _choice("Order of the KV cache in memory.", *LAYOUTS),
+    "prefix_cache": _choice("naive: no prefix cache.", "radix", "naive"),
+    "max_num_seqs": _count(int, "Sequences in one step."),
+    "max_batched_tokens": _count(int, "Tokens in one step; longer prompts are computed in several steps."),
+    "attention_backend": _Row(str, "Attention kernels; auto: the best for this device.", "NAME"),
     "cuda_graphs": _Row(bool, "Replay recorded decode steps (GPU only)."),
-    "overlap": _Row(bool | None, "Schedule the next step while this one computes; if not given, on a GPU."),
-    "seed": _Row(int, "Where the seeds of requests that bring none start from."),
-    "num_threads": _Row(int | None, "CPU threads of one rank; if not given, the cores divided by the ranks."),
-    "pool": _Row(str | None, "Share KV with other servers through this pool, e.g. shm:///headwater.", "URL"),
-    "pool_role": _Row(str, "Save KV, load it, or both.", _one_of(*ROLES)),
-    "pool_load": _Row(
-        str,
-        "How a request waits for its KV; async: outside the batch; auto: in its step if no other waits.",
-        _one_of(*LOAD_MODES),
+    "overlap": _Row(bool | None, "Schedule the next step while this one computes; default: on a GPU."),
+    "seed": _Row(int, "Base of the seeds for requests without one.", "N"),
+    "num_threads": _count(int | None, "CPU threads per rank; default: cores divided by ranks."),
+    "pool": _Row(str | None, "Pool to share KV through, e.g. shm:///headwater.", "URL"),
+    "pool_role": _choice("Save KV, load it, or both.", *ROLES),
+    "pool_load": _choice(
+        "How a request waits for its KV; async: outside the batch; auto: in its step if that delays no other.",
+        *LOAD_MODES,
     ),
-    "pool_saves_decoded": _Row(bool, "Save what was generated, too."),
-    "pool_group_bytes": _Row(int | None, "Layers move together until they have so many bytes; if not given, as suits."),
+    "pool_saves_decoded": _Row(bool, "Also save generated tokens."),
+    "pool_group_bytes": _count(int | None, "Group layers up to this size when they move; default: by device."),
     "peer_secret_file": _Row(
         str | None,
-        "A file with the secret that servers share which push KV to each other; needed between hosts.",
+        "File with the secret shared by servers that push KV to each other; required between hosts.",
         "FILE",
     ),
 }
@@ -71,14 +76,15 @@ OPTIONS: dict[str, _Row] = {
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the command's `config` by options that make one; an option of the command's own hides the engine's.
 
-    The command raises EngineConfigError for values that cannot be.
+    Values that cannot be are wrong usage.
     """
     own = inspect.signature(command, eval_str=True).parameters
     added = {name: _parameter(name, row) for name, row in OPTIONS.items() if name not in own}
 
     @functools.wraps(command)
     def with_options(**values: Any) -> None:
-        config = EngineConfig(**{name: values.pop(name) for name in added})
+        with reading_options():
+            config = EngineConfig(**{name: plain(values.pop(name)) for name in added})
         command(config=config, **values)
 
     kept = [parameter for name, parameter in own.items() if name != "config"]
@@ -96,14 +102,12 @@ def needs_extra(extra: str = "serve") -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "headwater":
             raise
-        raise EngineError(
-            f"the package {error.name} is not installed; pip install '/path/to/headwater[{extra}]'"
-        ) from error
+        raise EngineError(f"the package {error.name} is not installed; pip install 'headwater[{extra}]'") from error
 
 
 def _parameter(name: str, row: _Row) -> inspect.Parameter:
     (default,) = (field.default for field in fields(EngineConfig) if field.name == name)
-    option = typer.Option(help=row.help, metavar=row.metavar, rich_help_panel=PANEL)
+    option = typer.Option(help=row.help, metavar=row.metavar, min=row.least, rich_help_panel=PANEL)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

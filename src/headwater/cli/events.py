@@ -61,7 +61,7 @@ def _fields(event: Event) -> dict[str, object]:
 
 def _line(event: Event) -> str:
     if event.kind == EventKind.LOST:
-        return f"{event.sequence:>8}  lost      events were overwritten before they could be read; look at the pool"
+        return f"{event.sequence:>8}  lost      events were overwritten before they could be read; rescan the pool"
     what = f"{event.key.hex()[:16]}  chunk {event.number}, {event.num_tokens} tokens" if event.key else "everything"
     if event.kind == EventKind.CLEARED and event.key:
         what = f"{event.key.hex()[:16]}  a whole root"

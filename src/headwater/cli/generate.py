@@ -11,6 +11,7 @@ import typer
 
 from headwater.cli.engine_options import engine_options, needs_extra
 from headwater.cli.output import one_line, print_json, progress
+from headwater.cli.usage import reading_options
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import SamplingParams
 from headwater.errors import InvalidArgumentError
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from headwater.serve.local import LocalModel
 
 MaxTokens = Annotated[
-    int | None, typer.Option(help="Tokens at most; without a limit, until the model ends or is full.")
+    int | None, typer.Option(help="Maximum number of tokens; without it, until the model ends or the context is full.")
 ]
 Temperature = Annotated[float, typer.Option(help="0 always takes the best token.")]
-TopP = Annotated[float, typer.Option(help="Keep the best tokens that have this probability together.")]
-TopK = Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable; if not given, every run draws anew.")]
+TopP = Annotated[float, typer.Option(help="Sample from the best tokens with this total probability.")]
+TopK = Annotated[int, typer.Option(help="Sample from this many best tokens; 0: all.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the answer; default: random.")]
 System = Annotated[str | None, typer.Option(help="A system message.")]
 
 # Small models ramble at OpenAI's defaults: SmolLM2's best first token is often ahead of nonsense by a hair.
@@ -35,31 +36,32 @@ DEFAULT_TOP_P = 1.0
 @engine_options
 def generate(
     config: EngineConfig,
-    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from stdin.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")],
     max_tokens: MaxTokens = 256,
     temperature: Temperature = DEFAULT_TEMPERATURE,
     top_p: TopP = DEFAULT_TOP_P,
     top_k: TopK = SamplingParams.top_k,
     seed: Seed = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text (may be given several times).")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text (repeatable).")] = None,
     system: System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text without a chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
 ) -> None:
     """Generate one answer and stream it to the terminal."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    if not text:
-        raise InvalidArgumentError("the prompt is empty; expected some text, as an argument or on stdin")
-    if raw and system is not None:
-        raise InvalidArgumentError("--system needs the chat template; leave out --raw")
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=secrets.randbits(62) if seed is None else seed,
-        stop=tuple(stop or ()),
-    )
+    with reading_options():
+        if not text:
+            raise InvalidArgumentError("the prompt is empty; expected some text, as an argument or on stdin")
+        if raw and system is not None:
+            raise InvalidArgumentError("--system needs the chat template; leave out --raw")
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=secrets.randbits(62) if seed is None else seed,
+            stop=tuple(stop or ()),
+        )
     with needs_extra():
         from headwater.serve.local import LocalModel
 

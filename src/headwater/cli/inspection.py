@@ -55,11 +55,11 @@ def _stats_rows(s: StoreStats) -> list[tuple[str, str, str]]:
             size(s.index_used_bytes),
             f"{s.index_used_bytes / max(s.index_bytes, 1):.1%} of {size(s.index_bytes)}",
         ),
-        ("processes", f"{s.members - 1:,}", "that have it open, besides this one"),
+        ("processes", f"{s.members - 1:,}", "that have it open, not counting this one"),
         ("stored", f"{s.stored:,}", f"chunks since it was created, {size(s.stored_bytes)}"),
-        ("evicted", f"{s.evicted:,}", "chunks, to make room"),
-        ("damaged", f"{s.damaged:,}", "chunks, found and removed"),
-        ("aborted", f"{s.aborted:,}", "chunks whose writing was aborted"),
+        ("evicted", f"{s.evicted:,}", "chunks, to free space"),
+        ("damaged", f"{s.damaged:,}", "chunks, detected and removed"),
+        ("aborted", f"{s.aborted:,}", "chunks whose write was aborted"),
         ("rebuilds", f"{s.rebuilds:,}", "of the index, after a crash or damage"),
     ]
 
@@ -114,11 +114,11 @@ def _root_table(rows: list[RootRow]) -> Table:
 
 def _chunk_table(rows: list[ChunkInfo]) -> Table:
     owners = _owner_columns([chunk.root for chunk in rows])
-    made = table("key", "model", *owners, ">chunk", ">tokens", ">bytes", "state", ">last used")
+    made = table("key", "model", *owners, ">chunk", ">tokens", ">bytes", ">hits", "state", ">last used")
     for chunk in rows:
         flags = {"tail": chunk.is_tail, "pinned": chunk.pinned, "leased": chunk.leased}
         names = (chunk.key.hex()[:16], _named(chunk.root, "label"), *(_named(chunk.root, owner) for owner in owners))
-        counts = (f"{chunk.number:,}", f"{chunk.num_tokens:,}", format_size(chunk.num_bytes))
+        counts = (f"{chunk.number:,}", f"{chunk.num_tokens:,}", format_size(chunk.num_bytes), f"{chunk.hits:,}")
         made.add_row(*names, *counts, ", ".join(name for name in flags if flags[name]), age(chunk.last_used_ns))
     return made
 

@@ -104,7 +104,9 @@ def check_unambiguous(selection: Selection, rows: Iterable[RootRow]) -> None:
     """Refuse digits that begin several digests: what is removed must be what was meant."""
     meant = sorted({w for row in rows if selection.names_weights(w := weights_of(row.space))})
     if len(meant) > 1:
-        raise InvalidArgumentError(f"{selection.identity!r} begins {len(meant)} digests: {', '.join(meant)}; give more")
+        raise InvalidArgumentError(
+            f"{selection.identity!r} matches {len(meant)} digests: {', '.join(meant)}; give more digits"
+        )
 
 
 def chunk_as_dict(chunk: ChunkInfo) -> dict[str, Any]:
@@ -113,4 +115,4 @@ def chunk_as_dict(chunk: ChunkInfo) -> dict[str, Any]:
     state = {"is_tail": chunk.is_tail, "pinned": chunk.pinned, "leased": chunk.leased}
     described = {"weights": weights_of(chunk.space), "label": chunk.root.get("label", "")}
     described |= {"tenant": chunk.root.get("tenant", ""), "adapter": chunk.root.get("adapter", "")}
-    return place | state | {"last_used_ns": chunk.last_used_ns} | described
+    return place | state | {"last_used_ns": chunk.last_used_ns, "hits": chunk.hits} | described

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -11,14 +12,18 @@ import typer
 from typer.core import TyperCommand
 
 from headwater.cli.engine_options import needs_extra
+from headwater.cli.log_option import LogFormat
 from headwater.cli.output import one_line, plural
+from headwater.cli.usage import choice, plain, reading_options
+from headwater.logs import note
 from headwater.proxy.config import POLICIES, ProxyConfig, ServerSpec
 
 if TYPE_CHECKING:
     from headwater.proxy.fleet import Fleet
 
 SERVER_HELP = (
-    "URL[,peer=HOST:PORT][,weight=N][,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT]][,pool=POOL]; several may follow"
+    "a URL, and behind it, with commas and without spaces between them, any of peer=HOST:PORT, weight=N, "
+    "events=tcp://HOST:PORT, replay=tcp://HOST:PORT and (last) pool=POOL; several may follow"
 )
 
 
@@ -33,13 +38,13 @@ def _seconds(text: str) -> _Row:
 
 OPTIONS: dict[str, _Row] = {
     "host": _Row(str, typer.Option(help="Address to listen on.")),
-    "port": _Row(int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")),
+    "port": _Row(int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free port.")),
     "api_key": _Row(
         str | None,
         typer.Option(
             envvar="HEADWATER_API_KEY",
             show_envvar=True,
-            help="What clients must send as `Authorization: Bearer KEY`; it is passed on to the servers.",
+            help="Key that clients send as `Authorization: Bearer KEY`; passed on to the servers.",
         ),
     ),
     "admin_key": _Row(
@@ -47,41 +52,37 @@ OPTIONS: dict[str, _Row] = {
         typer.Option(
             envvar="HEADWATER_ADMIN_KEY",
             show_envvar=True,
-            help="Key for /admin (drain a server); without it, /admin is off.",
+            help="Key for /admin (to drain servers); without it, /admin is off.",
         ),
     ),
-    "insecure": _Row(bool, typer.Option("--insecure", help="Serve other machines without asking for a key.")),
-    "policy": _Row(str, typer.Option(metavar="|".join(POLICIES), help="How to choose a server.")),
+    "insecure": _Row(bool, typer.Option("--insecure", help="Serve other machines without a key.")),
+    "policy": _Row(choice(*POLICIES), typer.Option(help="How to choose a server.")),
     "tokenizer": _Row(
         str | None,
         typer.Option(
             metavar="DIR|FILE|NAME",
-            help="The model's tokenizer, which servers' events need; without it, prompts are compared by text.",
+            help="The model's tokenizer; required for events. Without it, prompts are compared as text.",
         ),
     ),
-    "max_attempts": _Row(
-        int, typer.Option(min=1, help="Decode servers that one request is sent to, until one answers.")
-    ),
-    "connect_timeout_s": _seconds("For a connection to a server."),
-    "first_byte_timeout_s": _seconds("For the first byte of a stream, or the whole of another answer."),
-    "idle_timeout_s": _seconds("Between two pieces of an answer."),
-    "health_interval_s": _seconds("Between two health checks of a server."),
-    "health_timeout_s": _seconds("For one health check."),
-    "drain_timeout_s": _seconds("That streams may go on after SIGTERM."),
-    "max_requests": _Row(int, typer.Option(min=1, help="Requests at a time; more are refused with status 429.")),
-    "max_body_bytes": _Row(int, typer.Option(min=1, help="Size of one request; a larger one gets status 413.")),
-    "max_total_body_bytes": _Row(int, typer.Option(min=1, help="Size of all requests that wait for a first byte.")),
-    "max_connections": _Row(int, typer.Option(min=1, help="Connections of clients at a time.")),
-    "header_timeout_s": _seconds("That a client may take to send the headers of a request."),
-    "history_blocks": _Row(int, typer.Option(min=2, help="Blocks of prompts to remember, for servers without events.")),
-    "history_age_s": _seconds("That they are remembered."),
+    "max_attempts": _Row(int, typer.Option(min=1, help="Decode servers to try for one request.")),
+    "connect_timeout_s": _seconds("Time to connect to a server."),
+    "first_byte_timeout_s": _seconds("Time to the first byte of a stream, or to the end of another answer."),
+    "idle_timeout_s": _seconds("Time between two pieces of an answer."),
+    "health_interval_s": _seconds("Time between two health checks of a server."),
+    "health_timeout_s": _seconds("Time for one health check."),
+    "drain_timeout_s": _seconds("Time that streams have to end after SIGTERM."),
+    "max_requests": _Row(int, typer.Option(min=1, help="Concurrent requests; more get status 429.")),
+    "max_body_bytes": _Row(int, typer.Option(min=1, help="Size of one request body; larger ones get status 413.")),
+    "max_total_body_bytes": _Row(int, typer.Option(min=1, help="Size of all bodies whose answer has not begun.")),
+    "max_connections": _Row(int, typer.Option(min=1, help="Concurrent client connections.")),
+    "header_timeout_s": _seconds("Time to receive the headers of a request."),
+    "history_blocks": _Row(int, typer.Option(min=2, help="Prompt blocks to remember for servers without events.")),
+    "history_age_s": _seconds("Time that prompt blocks are remembered."),
     "upstream_ca": _Row(str | None, typer.Option(metavar="FILE", help="Certificates to trust for https:// servers.")),
     "ssl_certfile": _Row(
-        str | None, typer.Option(metavar="FILE", help="Speak HTTPS with this certificate chain (PEM).")
+        str | None, typer.Option(metavar="FILE", help="Serve HTTPS with this certificate chain (PEM).")
     ),
-    "ssl_keyfile": _Row(
-        str | None, typer.Option(metavar="FILE", help="Its private key; if not given, in the same file.")
-    ),
+    "ssl_keyfile": _Row(str | None, typer.Option(metavar="FILE", help="Private key; default: in the same file.")),
 }
 """Settings of both commands, by the names of ProxyConfig's fields; seconds lose their `_s`."""
 
@@ -110,7 +111,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapper(**given: Any) -> None:
         own = {name: given[name] for name in parameters}
-        settings = {name: given[name.removesuffix("_s")] for name in OPTIONS}
+        settings = {name: plain(given[name.removesuffix("_s")]) for name in OPTIONS}
         command(**own, settings=settings)
 
     parameters = {
@@ -138,60 +139,78 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 def proxy(
     settings: dict[str, Any],
     decode: Annotated[
-        list[str], typer.Option("--decode", metavar="SERVER...", help=f"Servers that answer: {SERVER_HELP}.")
+        list[str], typer.Option("--decode", metavar="SERVER...", help=f"Servers that answer, each {SERVER_HELP}.")
     ],
     prefill: Annotated[
         list[str] | None,
         typer.Option("--prefill", metavar="SERVER...", help="Servers that compute prompts and push their KV."),
     ] = None,
     min_prefill_tokens: Annotated[
-        int, typer.Option(min=0, help="Prompts with fewer uncached tokens on their decode server always stay there.")
+        int, typer.Option(min=0, help="Prompts with fewer uncached tokens always stay on their decode server.")
     ] = ProxyConfig.min_prefill_tokens,
     skip_prefill_tokens: Annotated[
-        int, typer.Option(min=0, help="So do prompts with fewer than this, if their uncached share is small.")
+        int, typer.Option(min=0, help="Prompts with fewer uncached tokens stay if their uncached share is small.")
     ] = ProxyConfig.skip_prefill_tokens,
     skip_prefill_share: Annotated[
-        float, typer.Option(min=0, max=1, help="The uncached share of a prompt that counts as small.")
+        float, typer.Option(min=0, max=1, help="Largest uncached share of a prompt that counts as small.")
     ] = ProxyConfig.skip_prefill_share,
     wait: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="That decode waits for KV that prefill was asked to push.")
+        float, typer.Option(min=0, metavar="SECONDS", help="Time that decode waits for KV from prefill.")
     ] = ProxyConfig.wait_s,
+    log_format: LogFormat = "text",
 ) -> None:
-    """Prefill on some servers, decode on others: OpenAI's API in front of both."""
-    _run(
-        ProxyConfig(
-            decode=tuple(map(ServerSpec.parse, decode)),
-            prefill=tuple(map(ServerSpec.parse, prefill or [])),
+    """Route requests, and prefill long prompts on other servers.
+
+    Chooses servers as `router` does. Prefill servers push the KV of a prompt to the server that decodes.
+    """
+    with reading_options():
+        config = ProxyConfig(
+            decode=_servers(decode),
+            prefill=_servers(prefill or []),
             min_prefill_tokens=min_prefill_tokens,
             skip_prefill_tokens=skip_prefill_tokens,
             skip_prefill_share=skip_prefill_share,
             wait_s=wait,
             **settings,
         )
-    )
+    _run(config)
 
 
 @_with_options
 def router(
     settings: dict[str, Any],
-    servers: Annotated[list[str], typer.Argument(metavar="SERVER...", help=f"{SERVER_HELP}.")],
+    servers: Annotated[list[str], typer.Argument(metavar="SERVER", help=f"Each {SERVER_HELP}.")],
+    log_format: LogFormat = "text",
 ) -> None:
-    """Send each request to the server that has most of its prompt and least to do: OpenAI's API in front of several."""
-    _run(ProxyConfig(decode=tuple(map(ServerSpec.parse, servers)), **settings))
+    """Route each request to the server with the best cache for it.
+
+    That is the server with most of the prompt cached and least work queued.
+    """
+    with reading_options():
+        config = ProxyConfig(decode=_servers(servers), **settings)
+    _run(config)
+
+
+def _servers(texts: list[str]) -> tuple[ServerSpec, ...]:
+    """What the command line names. Raises InvalidArgumentError also for a pool that could never be opened."""
+    specs = tuple(map(ServerSpec.parse, texts))
+    for spec in specs:
+        if spec.pool is not None:
+            from headwater.stores.config import find_pool  # it brings numpy, which --help must not
+
+            find_pool(spec.pool)
+    return specs
 
 
 def _run(config: ProxyConfig) -> None:
-    import logging
-
     with needs_extra("proxy"):
         from headwater.proxy.server import ProxyHooks, run_proxy
 
-    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     if config.insecure and config.api_key is None:
-        typer.echo("warning: --insecure: everybody who can reach this address can ask the servers", err=True)
+        note("--insecure: anyone who can reach this address can use the servers", logging.WARNING)
     hooks = ProxyHooks(
         on_ready=_print_ready,
-        on_stopping=lambda count: typer.echo(f"stopping: {plural(count, 'request')} to be answered", err=True),
+        on_stopping=lambda count: note(f"stopping: {plural(count, 'request')} still in progress"),
     )
     with needs_extra("proxy"):
         code = run_proxy(config, hooks=hooks)

@@ -8,10 +8,10 @@ import ssl
 import threading
 from collections.abc import Sequence
 
-import typer
-
 from headwater.cli.output import plural, print_json
+from headwater.cli.usage import reading_options
 from headwater.errors import InvalidArgumentError, StoreError
+from headwater.logs import note
 from headwater.peers.address import parse_address
 from headwater.peers.hello import read_secret
 from headwater.peers.receiver import Receiver, ReceiverSettings
@@ -33,9 +33,13 @@ def receive(
     as_json: bool,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then everything that peers have not finished is aborted."""
+    with reading_options():
+        scopes, address = tuple(_scope(text) for text in spaces), parse_address(listen)
+        if tls[0] is None and any(tls):
+            raise InvalidArgumentError("--tls-key and --tls-ca need --tls-cert")
     settings = ReceiverSettings(
         secret=None if secret_file is None else read_secret(secret_file),
-        scopes=tuple(_scope(text) for text in spaces),
+        scopes=scopes,
         share=share,
         tls=server_tls(*tls),
     )
@@ -45,22 +49,24 @@ def receive(
     url = DEFAULT_URL if url is None else url
     scheme = parse_urls(url)[0].scheme
     if scheme == "memory":
-        raise InvalidArgumentError("memory:// is private to one process; a receiver needs a pool that others open, too")
+        raise InvalidArgumentError(
+            "memory:// is private to one process; a receiver needs a pool that other processes can open, e.g. shm:///headwater"
+        )
     with open_pool(url) as pool:
         home = _home(url)
-        receiver = Receiver(pool, parse_address(listen), settings)
+        receiver = Receiver(pool, address, settings)
         receiver.start()
         if as_json:
             print_json({"listening": str(receiver.address), "share_bytes": receiver.landing.share_bytes})
         else:
             share_text = format_size(receiver.landing.share_bytes)
-            typer.echo(f"listening on {receiver.address}; peers may have {share_text} pending", err=True)
+            note(f"listening on {receiver.address}; peers may have {share_text} pending")
             if scheme != "shm":
-                typer.echo(f"peers can only read a {scheme}:// pool; pushes need shm://", err=True)
+                note(f"peers can only read a {scheme}:// pool; pushes need shm://")
         try:
             while not stop.wait(_LOOK_S):
                 if _home(url) != home:
-                    raise StoreError(f"{url} was removed under its receiver; start it again for the pool that is there")
+                    raise StoreError(f"{url} was removed while its receiver ran; restart the receiver")
         finally:
             receiver.close()
             stats = receiver.stats()
@@ -68,7 +74,7 @@ def receive(
                 print_json(stats)
             else:
                 stored = plural(int(stats.get("chunks_stored", 0)), "chunk")
-                typer.echo(f"{stored} received, {format_size(int(stats.get('bytes', 0)))}", err=True)
+                note(f"{stored} received, {format_size(int(stats.get('bytes', 0)))}")
 
 
 def _home(url: str) -> tuple[int, int] | None:

@@ -21,11 +21,13 @@ def find_existing(text: str | None) -> StoreUrl:
     """The URL of a pool on this host that exists, readable or not. Raises a StoreError where none does."""
     url, *others = find_pool(DEFAULT_URL if text is None else text).urls
     if others:
-        raise UrlError(f"that is {len(others) + 1} tiers; name one of them: {', '.join(map(str, (url, *others)))}")
+        raise UrlError(f"expected one tier, got {len(others) + 1}; name one of: {', '.join(map(str, (url, *others)))}")
     if url.is_remote:
-        raise UrlError(f"{url} is a server of its own, with nothing to delete on this host")
+        raise UrlError(f"{url} is on a server; there is nothing to delete on this host")
     if url.scheme == "memory":
-        raise UrlError(f"{url} is private to the process that made it; only shm:// and file:// can be looked at")
+        raise UrlError(
+            f"{url} is private to the process that created it; only shm:// and file:// pools can be inspected"
+        )
     directory = store_directory(url)
     try:
         os.stat(os.path.join(directory, "index"))
@@ -45,7 +47,7 @@ def open_own(text: str | None) -> Store:
     """`open_existing`, for what changes a pool or reads all of it. Raises UrlError for the pool of another host."""
     urls = find_pool(DEFAULT_URL if text is None else text).urls
     if urls[0].is_read_only:
-        raise UrlError(f"{urls[0]} is the pool of another host, and only read from here; give the command there")
+        raise UrlError(f"{urls[0]} is the pool of another host and read-only here; run the command on that host")
     return open_existing(text)
 
 

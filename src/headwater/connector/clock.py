@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+from headwater.locks import ForkSafeLock
+
 THREAD_PREFIX = "headwater"
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -36,16 +38,24 @@ class ThreadClock:
         self._next = 0.0
         self._seconds = 0.0
         self._seen: dict[int, float] = {}
+        self._lock = ForkSafeLock()
 
     def seconds(self) -> float:
-        """Since the start; never less than before. Costs some microseconds a thread, and nothing between two looks."""
-        if (now := time.monotonic()) >= self._next:
+        """Since the start; never less than before. Costs some microseconds a thread, and nothing between two looks.
+        Thread-safe."""
+        if time.monotonic() < self._next:
+            return self._seconds
+        with self._lock:
+            self._look(time.monotonic())
+        return self._seconds
+
+    def _look(self, now: float) -> None:
+        if now >= self._next:
             self._next = now + self._every_s
             used = _thread_seconds()
             # A number that is used less than before is another thread's now.
             self._seconds += sum(s - (old if (old := self._seen.get(i, 0.0)) <= s else 0.0) for i, s in used.items())
             self._seen = used
-        return self._seconds
 
 
 PROCESS_THREADS = ThreadClock()

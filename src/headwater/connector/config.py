@@ -17,8 +17,9 @@ step."""
 class ConnectorConfig:
     """Which pool, and what to do with it. Raises EngineConfigError for what cannot be."""
 
-    pool: str = field(repr=False)
-    """A pool URL, say shm:///headwater?capacity=8GiB. It may hold a password, so it is not shown."""
+    pool: str = field(default="", repr=False)
+    """A pool URL, say shm:///headwater?capacity=8GiB, for the process that opens it; an engine that hands an open pool
+    to both sides leaves it out. It may hold a password, so it is not shown."""
     role: str = "both"
     """"producer" only saves, "consumer" only loads (see the two options below), "both" does both."""
     consumer_is_to_put: bool = False

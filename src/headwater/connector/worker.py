@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -88,6 +89,7 @@ class WorkerSide:
         """Flushes that are over and were not reported."""
         self._load_times = Durations(TRANSFER_BUCKETS_S)
         self._save_times = Durations(TRANSFER_BUCKETS_S)
+        self._counting = threading.Lock()
         self.step_seconds = 0.0
         """Time of the thread that runs the model, spent here since the start."""
         self._open_space = open_space
@@ -275,7 +277,7 @@ class WorkerSide:
         return self._saver.drain(timeout_s)
 
     def stats(self) -> TransferStats:
-        """Counts since the start, or since the last epoch began."""
+        """Counts since the start, or since the last epoch began. From any thread."""
         self._count_saves()
         pushes = self._pushes.stats()
         return TransferStats(
@@ -299,8 +301,9 @@ class WorkerSide:
         return {"load_times": self._load_times.take(), "save_times": self._save_times.take()}
 
     def _count_saves(self) -> None:
-        for seconds in self._saver.take_timings():
-            self._save_times.add(seconds)
+        with self._counting:  # those who publish figures ask from a thread of their own
+            for seconds in self._saver.take_timings():
+                self._save_times.add(seconds)
 
     def close(self) -> None:
         """Drain saves for a moment, then stop both threads; loads under way end. Idempotent."""

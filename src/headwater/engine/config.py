@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headwater.connector.config import AUTO, ConnectorConfig
+from headwater.connector.config import AUTO, LOAD_MODES, ROLES, ConnectorConfig
 from headwater.errors import EngineConfigError
 
 LAYOUTS = ("layer-first", "page-first")
@@ -71,6 +71,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _ = self.connector  # checks its part
+        _one_of("pool_role", self.pool_role, ROLES)  # also where no pool is used: a typing error is one
+        _one_of("pool_load", self.pool_load, LOAD_MODES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("cache_layout", self.cache_layout, LAYOUTS)

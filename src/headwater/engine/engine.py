@@ -283,13 +283,15 @@ class Engine:
             log.warning("no pool: %s", error)
             return NoPool()
         space = self._executor.connect(connector, identity)
-        return PoolLink(
+        link = PoolLink(
             space,
             connector,
             page_size=self.config.page_size,
             num_ranks=self.config.tensor_parallel_size,
             dummy_page=self.plan.num_pages,
         )
+        self._executor.publish("scheduler", link.figures)
+        return link
 
     def _handle_report(self) -> bool:
         """Let requests go on whose KV has come from the pool; whether there were any."""

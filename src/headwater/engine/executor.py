@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from headwater.connector.config import ConnectorConfig
+from headwater.connector.metrics import Source, Values
 from headwater.connector.orders import StepOrders, StepReport
+from headwater.connector.published import Collect, Publisher, figures
 from headwater.connector.staging import staging_bytes
 from headwater.connector.stats import TransferStats
+from headwater.connector.totals import Spread
 from headwater.engine.batch import StepInput
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import DevicePlacement
-from headwater.engine.ranks import RankGroup, set_num_threads
+from headwater.engine.ranks import ENGINE, RankGroup, set_num_threads
 from headwater.engine.runner import Progress, Runner
 from headwater.engine.sampler import Sampled, SamplingBatch, sample
 from headwater.engine.sizing import PagePlan, plan_pages
@@ -103,6 +106,7 @@ class Executor:
     ) -> None:
         set_num_threads(config, placement)
         self._pool: Pool | None = None
+        self._publisher: Publisher | None = None
         self._lock = threading.Lock()
         self._report = StepReport()
         """What rank 0 has to tell; its loads end in a thread of their own."""
@@ -169,7 +173,17 @@ class Executor:
         space = self._pool.space(identity, self._runner.spec)
         self._runner.connect(space, config, self._load_ended, group, self._push_ended)
         self._ranks.connect(identity.canonical(), group)
+        self._publisher = Publisher(self._pool, engine=ENGINE, model=identity.label)
+        self._publisher.add("rank 0", self._figures)
         return space
+
+    def publish(self, role: str, collect: Collect) -> None:
+        """Publish what another part of this process counts beside the pool, if there is one."""
+        if self._publisher is not None:
+            self._publisher.add(role, collect)
+
+    def _figures(self) -> tuple[Values, Spread]:
+        return figures(self.transfer_stats(), Source.WORKER)
 
     def take_report(self) -> StepReport:
         """What happened on all ranks since the last call. Does not wait."""
@@ -216,6 +230,8 @@ class Executor:
         """Finish what is being saved, and end the other ranks. Idempotent."""
         if (runner := getattr(self, "_runner", None)) is not None and runner.pool is not None:
             runner.pool.close()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._pool is not None:
             self._pool.close()
         self._ranks.close()

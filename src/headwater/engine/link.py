@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from headwater.connector.finder import NOTHING, LoadPlan
+from headwater.connector.metrics import Source, Values
 from headwater.connector.orders import StepOrders, StepReport
+from headwater.connector.published import figures
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.stats import TransferStats
+from headwater.connector.totals import Spread
 from headwater.connector.tracker import BlockIds, Inputs, Scheduled
 from headwater.engine.params import FinishReason
 
@@ -230,6 +233,10 @@ class PoolLink:
     def add_to(self, stats: TransferStats) -> TransferStats:
         """Tokens that were looked up and loaded, and how long requests waited."""
         return self._side.add_to(stats)
+
+    def figures(self) -> tuple[Values, Spread]:
+        """The same, as it is published beside the pool. From any thread."""
+        return figures(self.add_to(TransferStats()), Source.SCHEDULER)
 
 
 def _page_ids(request: Request) -> BlockIds:

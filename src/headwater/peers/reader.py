@@ -289,7 +289,7 @@ class PeerStore:
     def touch(self, key: bytes) -> None:
         """Nothing: the peer sees reads by itself."""
 
-    def lease(self, root: RootRef, key: bytes) -> Lease | None:
+    def lease(self, root: RootRef, key: bytes, *, is_hit: bool = False) -> Lease | None:
         """See `stores.base.Store.lease`: a use is noted there; more cannot be promised."""
         used = self._used(root.space, [ChunkRef(key, UNSPECIFIED, 0, 0, 1, root.key)], is_use=True)
         return _NoLease() if used[0] else None

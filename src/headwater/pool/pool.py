@@ -21,6 +21,7 @@ from headwater.pool.tenants import tenant_salt, tenant_tag
 from headwater.stores import open_urls
 from headwater.stores.base import Progress, SpaceRef, Store
 from headwater.stores.config import find_pool
+from headwater.stores.embedded import EmbeddedStore
 from headwater.stores.events import Follower
 from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
 from headwater.stores.url import DEFAULT_URL, format_size
@@ -104,6 +105,12 @@ class Pool:
     def first_tier(self) -> Store:
         """The tier that chunks are written to, and the only one that this host serves to other hosts."""
         return self._store.first
+
+    @property
+    def directory(self) -> str | None:
+        """Where the files of the first tier are; None where it has none (`memory://`, a remote store)."""
+        first = self._store.first
+        return first.directory if isinstance(first, EmbeddedStore) else None
 
     def scan(self) -> Iterator[ChunkInfo]:
         """Every chunk that can be found, in no particular order."""

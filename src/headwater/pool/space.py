@@ -142,12 +142,15 @@ class Space:
         """Whether a living process is writing each chunk, which is not complete yet."""
         return self._store.being_filled([chunk.key for chunk in chunks])
 
-    def lease(self, match: Match, request_id: str) -> RequestLease:
+    def lease(self, match: Match, request_id: str, *, is_hit: bool = True) -> RequestLease:
         """Keep a match from eviction until released. One lease per request: taking it again changes nothing, and a
-        deeper match replaces a shallower one."""
+        deeper match replaces a shallower one. The first lease of a request counts as a hit of the deepest chunk, unless
+        `is_hit` is False because nothing will be loaded."""
         groups = [chunks for chunks in match.groups if chunks]
+        with self._lock:
+            is_hit = is_hit and request_id not in self._own_leases()
         # Always a new one: the chunk that was leased may have been cleared and written again since.
-        leases = [self._store.lease(self._any_root, chunks[-1].key) for chunks in groups]
+        leases = [self._store.lease(self._any_root, chunks[-1].key, is_hit=is_hit) for chunks in groups]
         taken = tuple(lease for lease in leases if lease is not None)
         if taken:
             with self._lock:

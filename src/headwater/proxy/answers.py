@@ -81,7 +81,7 @@ class CompletionAnswer(Response):
                 refusal = _Refusal(attempt.status, attempt.headers, attempt.body)
         if refusal is None:
             # Why is in the log: a client need not know the servers' addresses.
-            raise RequestError(f"no server answered ({len(tried)} tried); try later", code="no_server")
+            raise RequestError(f"no server answered ({len(tried)} tried); try again later", code="no_server")
         await self._refuse(refusal, send)
 
     async def _relay(self, attempt: Attempt, send: Send) -> None:
@@ -95,10 +95,10 @@ class CompletionAnswer(Response):
             async for piece in attempt.pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except UpstreamError as error:
-            log.warning("an answer broke off: %s", error)
+            log.warning("an answer was cut off: %s", error)
             if not self._streams:
                 return  # incomplete, which ends the connection: half an answer must not look like one
-            event = b"data: " + error_reply(RequestError(f"the answer broke off: {error}", code="no_server")).body
+            event = b"data: " + error_reply(RequestError(f"the answer was cut off: {error}", code="no_server")).body
             await send({"type": "http.response.body", "body": event + b"\n\n", "more_body": False})
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -147,7 +147,7 @@ class PassedAnswer(Response):
                     break  # it may have done what it was asked
             finally:
                 server.num_running -= 1
-        raise RequestError(f"no server answered ({len(tried)} tried); try later", code="no_server")
+        raise RequestError(f"no server answered ({len(tried)} tried); try again later", code="no_server")
 
     async def _pass(self, server: FleetServer, send: Send) -> None:
         timely = self._proxy.timely
@@ -161,7 +161,7 @@ class PassedAnswer(Response):
                 while piece := await timely(reply.read(), first=False):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             except UpstreamError as error:
-                log.warning("an answer broke off: %s", error)
+                log.warning("an answer was cut off: %s", error)
                 return
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:

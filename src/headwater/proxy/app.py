@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Sequence
@@ -31,7 +30,7 @@ from headwater.proxy.metrics import ProxyMetrics
 from headwater.proxy.upstream import Headers, UpstreamError, end_to_end
 from headwater.serve.connections import BodyBudget, BodyRoom
 from headwater.serve.errors import error_reply, one_line, shown
-from headwater.serve.guard import keep_pages_out, require_json
+from headwater.serve.guard import keep_pages_out, require_json, require_key
 
 BODY_TIMEOUT_S = 60.0
 LARGE_BODY_BYTES = 1 << 14
@@ -157,7 +156,7 @@ class Proxy:
         """Whatever else servers offer: to any one of them, as it is."""
         path = request.url.path
         if path in NOT_PASSED:
-            raise RequestError(f"{shown(path)} changes one server; ask that server itself", code="not_found")
+            raise RequestError(f"{shown(path)} changes one server; send it to that server directly", code="not_found")
         room = self._budget.room()
         with room.released_on_error():
             body = await self._body(request, room)
@@ -193,7 +192,7 @@ class Proxy:
             raise RequestError('expected {"server": URL}', param="server") from None
         found = self.fleet.find(name)
         if not found:
-            raise RequestError(f"there is no server {shown(name)} here", param="server", code="not_found")
+            raise RequestError(f"there is no server {shown(name)}", param="server", code="not_found")
         for server in found:
             server.is_draining = request.url.path == "/admin/drain"
         return _json({"servers": [server.as_json() for server in found]})
@@ -212,7 +211,7 @@ class Proxy:
     async def _body(self, request: Request, room: BodyRoom) -> bytes:
         limit = self.config.max_body_bytes
         too_large = RequestError(
-            f"the body is larger than the {limit} bytes this proxy takes", code="request_too_large"
+            f"the body is larger than {limit} bytes, the limit of this proxy", code="request_too_large"
         )
         if int(request.headers.get("content-length", 0)) > limit:  # the parser has checked that it is a number
             raise too_large
@@ -236,7 +235,7 @@ class Proxy:
     def admitted(self) -> Any:
         """A place among the requests that are taken at a time. Raises RequestError ("overloaded")."""
         if self.num_requests >= self.config.max_requests:
-            text = f"{self.num_requests} requests are with the servers and no more are taken now; try later"
+            text = f"{self.num_requests} requests are in progress, which is the limit of this proxy; try again later"
             raise RequestError(text, code="overloaded")
         self.num_requests += 1
         try:
@@ -271,7 +270,9 @@ def create_app(proxy: Proxy) -> ASGIApp:
     if config.api_key is None:
         app = keep_pages_out(require_json(app, _refuse), config.host, _refuse)
     else:
-        app = _require_key(app, config.api_key, is_for=lambda path: path != "/health" and not path.startswith("/admin"))
+        app = require_key(
+            app, config.api_key, _refuse, lambda path: path != "/health" and not path.startswith("/admin")
+        )
     app = _guard_admin(app, config.admin_key)
     return _count_requests(app, proxy.metrics)
 
@@ -306,27 +307,16 @@ def _admit(app: ASGIApp, proxy: Proxy) -> ASGIApp:
     return admitted
 
 
-def _require_key(app: ASGIApp, api_key: str, is_for: Any) -> ASGIApp:
-    expected = f"Bearer {api_key}".encode()
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_for(scope["path"]):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, expected):
-                error = RequestError("the API key is missing or wrong", code="invalid_api_key")
-                await _refuse(error, scope, receive, send)
-                return
-        await app(scope, receive, send)
-
-    return checked
+def _is_for_clients(path: str) -> bool:
+    return path != "/health" and not path.startswith("/admin")
 
 
 def _guard_admin(app: ASGIApp, admin_key: str | None) -> ASGIApp:
     async def refused(scope: Scope, receive: Receive, send: Send) -> None:
-        error = RequestError("this proxy was started without --admin-key; it cannot be administered", code="not_found")
+        error = RequestError("/admin is off, because this proxy was started without --admin-key", code="not_found")
         await _refuse(error, scope, receive, send)
 
-    guarded = refused if admin_key is None else _require_key(app, admin_key, is_for=lambda path: True)
+    guarded = refused if admin_key is None else require_key(app, admin_key, _refuse, lambda path: True)
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         is_admin = scope["type"] == "http" and scope["path"].startswith("/admin")

@@ -47,16 +47,18 @@ class ServerSpec:
             url=_checked_url(url),
             peer=_checked_peer(given.get("peer")),
             weight=_checked_weight(given.get("weight", "1")),
-            events=given.get("events"),
-            replay=given.get("replay"),
+            events=_checked_events("events", given.get("events")),
+            replay=_checked_events("replay", given.get("replay")),
             pool=given.get("pool"),
         )
 
     def __post_init__(self) -> None:
         if self.replay is not None and self.events is None:
-            raise ConfigError(f"{self.url}: replay= needs events=, the address of the events that it repeats")
+            raise ConfigError(f"{self.url}: replay= needs events=, the address of the events that it replays")
         if self.pool is not None and self.events is not None:
-            raise ConfigError(f"{self.url}: pool= and events= are two sources of the same facts; give one of them")
+            raise ConfigError(
+                f"{self.url}: pool= and events= are two sources of the same information; give one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +114,11 @@ class ProxyConfig:
         for specs in (self.decode, self.prefill):
             urls = [spec.url for spec in specs]
             if twice := sorted({url for url in urls if urls.count(url) > 1}):
-                raise ConfigError(f"{twice[0]} is given twice; use weight=2 to send it more")
+                raise ConfigError(f"{twice[0]} is given twice; use weight=2 to send it more requests")
         if self.policy not in POLICIES:
             raise ConfigError(f"--policy is {self.policy!r}; expected one of {', '.join(POLICIES)}")
         if self.max_total_body_bytes < self.max_body_bytes:
-            raise ConfigError("--max-total-body-bytes is less than --max-body-bytes; no large body could ever be taken")
+            raise ConfigError("--max-total-body-bytes must be at least --max-body-bytes")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
         for name, key in (("--api-key", self.api_key), ("--admin-key", self.admin_key)):
@@ -125,7 +127,7 @@ class ProxyConfig:
         if not (self.api_key or self.insecure or is_loopback(self.host)):
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines; give --api-key (or HEADWATER_API_KEY), "
-                "or --insecure where the servers behind check keys themselves"
+                "or --insecure if the servers check keys themselves"
             )
 
 
@@ -141,7 +143,7 @@ def _checked_url(text: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or port == 0:
         raise ConfigError(f"{text!r} is not the URL of a server; expected http://HOST:PORT or https://HOST:PORT")
     if parts.username is not None or parts.password is not None:
-        raise ConfigError("a server's URL must hold no password; clients' API keys are passed on")
+        raise ConfigError("a server's URL must not contain a password; clients' API keys are passed on")
     return text.rstrip("/").removesuffix("/v1")
 
 
@@ -151,6 +153,18 @@ def _checked_peer(text: str | None) -> str | None:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"peer={text!r} is not an address; expected HOST:PORT")
+    return text
+
+
+def _checked_events(name: str, text: str | None) -> str | None:
+    """An address that ZMQ can connect to. vLLM binds to `*`, which only it can."""
+    if text is None:
+        return None
+    scheme, _, rest = text.partition("://")
+    host, _, port = rest.rpartition(":")
+    is_tcp = scheme == "tcp" and bool(host) and host != "*" and port.isdecimal() and 0 < int(port) < 1 << 16
+    if not (is_tcp or (scheme == "ipc" and rest)):
+        raise ConfigError(f"{name}={text!r} is no address of KV events; expected tcp://HOST:PORT or ipc://FILE")
     return text
 
 

@@ -214,7 +214,7 @@ async def follow_servers(
         if (address := server.spec.pool or server.spec.events) is not None:
             shared.setdefault(address, []).append(server)
     if shared and not has_tokens:
-        log.warning("events name blocks of tokens, which need --tokenizer; servers are chosen by what was sent to them")
+        log.warning("events need --tokenizer, because they refer to tokens; servers are chosen by history")
         shared = {}
     feeds = []
     for group in shared.values():

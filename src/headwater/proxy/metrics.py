@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client import Metric as Family
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from headwater.proxy.choice import Router
 from headwater.proxy.fleet import Fleet, FleetServer
+from headwater.serve.families import render
 
-OPEN_METRICS = "application/openmetrics-text"
 FIRST_BYTE_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 DECISION_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
 
@@ -31,57 +30,64 @@ class Row(NamedTuple):
 REQUESTS = Row(
     "headwater_proxy_requests_total",
     "counter",
-    "Requests of clients. Status 499: the client left before an answer.",
+    "Client requests. Status 499: the client disconnected before the answer.",
     ("path", "status"),
 )
 LEGS = Row(
     "headwater_proxy_upstream_requests_total",
     "counter",
-    "Requests to servers, by how they ended: ok, status (an error status), failed (no usable reply), broken (ended in "
-    "the middle), cancelled (the client left, or nobody needed it any more).",
+    "Requests to servers by outcome: ok, status (an error status), failed (no usable reply), broken (ended in "
+    "the middle), cancelled (the client disconnected, or the answer was no longer needed).",
     ("server", "role", "outcome"),
 )
 RETRIES = Row(
-    "headwater_proxy_retries_total", "counter", "Requests that were sent to another decode server, before a first byte."
+    "headwater_proxy_retries_total", "counter", "Requests retried on another decode server before the first byte."
 )
 PREFILLS = Row(
     "headwater_proxy_prefill_total",
     "counter",
-    "Prompts by where they were prefilled: remote, short (little was uncached on the decode server), no_peer (it "
-    "receives no KV), no_server (no prefill server is up), many (several prompts in one request).",
+    "Prompts by where they were prefilled: remote (on a prefill server) or on the decode server, because: "
+    "short (little was uncached there), no_peer (it receives no KV), "
+    "no_server (no prefill server is up), many (several prompts in one request).",
     ("decision",),
 )
 PROMPT_TOKENS = Row(
-    "headwater_proxy_prompt_tokens_total", "counter", "Tokens of prompts, estimated where there is no tokenizer."
+    "headwater_proxy_prompt_tokens_total", "counter", "Prompt tokens, estimated if there is no tokenizer."
 )
 EXPECTED_TOKENS = Row(
     "headwater_proxy_expected_cached_tokens_total",
     "counter",
-    "Of the prompt tokens: those that the index expected on the chosen decode server.",
+    "Prompt tokens that the index expected to be cached on the chosen decode server.",
 )
-FIRST_BYTE = Row("headwater_proxy_first_byte_seconds", "histogram", "From a request's arrival to its first byte.")
-DECISION = Row("headwater_proxy_decision_seconds", "histogram", "Hashing a prompt and choosing a server.")
+FIRST_BYTE = Row(
+    "headwater_proxy_first_byte_seconds", "histogram", "Time from a request's arrival to the first byte of its answer."
+)
+DECISION = Row("headwater_proxy_decision_seconds", "histogram", "Time to hash a prompt and choose a server.")
 COUNTED = (REQUESTS, LEGS, RETRIES, PREFILLS, PROMPT_TOKENS, EXPECTED_TOKENS, FIRST_BYTE, DECISION)
 
-SERVER_UP = Row("headwater_proxy_server_up", "gauge", "1 if the server answers its checks.", ("server", "role"))
-SERVER_DRAINING = Row("headwater_proxy_server_draining", "gauge", "1 if the server is drained.", ("server", "role"))
+SERVER_UP = Row(
+    "headwater_proxy_server_up", "gauge", "1 if the server answers its health checks, otherwise 0.", ("server", "role")
+)
+SERVER_DRAINING = Row(
+    "headwater_proxy_server_draining", "gauge", "1 if the server is being drained, otherwise 0.", ("server", "role")
+)
 SERVER_REQUESTS = Row(
-    "headwater_proxy_server_requests", "gauge", "Requests that the server has not finished.", ("server", "role")
+    "headwater_proxy_server_requests", "gauge", "Requests in progress on the server.", ("server", "role")
 )
 SERVER_TOKENS = Row(
     "headwater_proxy_server_queued_tokens",
     "gauge",
-    "Uncached prompt tokens that it was sent and has not answered yet.",
+    "Uncached prompt tokens of requests sent to the server whose answer has not begun.",
     ("server", "role"),
 )
 INDEX_BLOCKS = Row(
     "headwater_proxy_index_blocks",
     "gauge",
-    "Blocks of prompts in the index, from events or history.",
+    "Prompt blocks in the index, by source: events or history.",
     ("source",),
 )
 INDEX_DROPPED = Row(
-    "headwater_proxy_index_dropped_total", "counter", "Blocks of events that found no room in the index."
+    "headwater_proxy_index_dropped_total", "counter", "Blocks from events for which the index had no space."
 )
 SNAPSHOT = (SERVER_UP, SERVER_DRAINING, SERVER_REQUESTS, SERVER_TOKENS, INDEX_BLOCKS, INDEX_DROPPED)
 
@@ -103,9 +109,7 @@ class ProxyMetrics:
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The page and its content type: OpenMetrics for those who accept it, else Prometheus' text format."""
-        kinds = [item.partition(";")[0].strip() for item in accept.split(",")]
-        encode, content_type = choose_encoder(OPEN_METRICS if OPEN_METRICS in kinds else "")
-        return encode(self._registry), content_type
+        return render(self._registry, accept)
 
     def _counter(self, row: Row) -> Counter:
         return Counter(row.name, row.help, row.labels, registry=self._registry)

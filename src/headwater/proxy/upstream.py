@@ -113,7 +113,7 @@ class Upstream:
                     self._host, self._port, ssl=self._tls, limit=BUFFER_BYTES
                 )
         except TimeoutError:
-            text = f"{self.url} took no connection within {self._connect_timeout_s:g} s"
+            text = f"{self.url} accepted no connection within {self._connect_timeout_s:g} s"
             raise UpstreamError(text, refused=True) from None
         except (OSError, ValueError) as error:
             raise UpstreamError(f"{self.url} refused the connection: {error}", refused=True, gone=True) from error

@@ -133,7 +133,7 @@ class VllmSource:
                         return found
                     found.append(_Batch(int.from_bytes(frames[-2], "big"), frames[-1]))
         except TimeoutError:
-            raise BackendError(f"{self._replay_address} repeated no events within {REPLAY_S:g} s") from None
+            raise BackendError(f"{self._replay_address} replayed no events within {REPLAY_S:g} s") from None
         finally:
             socket.close(linger=0)
 

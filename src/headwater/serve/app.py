@@ -1,4 +1,4 @@
-"""The HTTP side: an ASGI application with OpenAI's routes, /health and /metrics, in front of one `Generator`.
+"""The HTTP side: an ASGI application with OpenAI's routes, /health, /metrics and the page, before one `Generator`.
 
 A request is read and checked, then answered by a response object that watches for the client's leaving all the time: a
 disconnect cancels the work, and leaving the generation's `with` block aborts it in the engine.
@@ -7,7 +7,6 @@ disconnect cancels the work, and leaving the generation's `with` block aborts it
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections import deque
@@ -27,16 +26,17 @@ from headwater.errors import EngineDeadError, HeadwaterError, RequestError
 from headwater.serve.connections import BodyBudget, BodyRoom
 from headwater.serve.errors import error_reply, one_line, shown
 from headwater.serve.generation import Generation, Generator
-from headwater.serve.guard import keep_pages_out, require_json
+from headwater.serve.guard import keep_pages_out, require_json, require_key
 from headwater.serve.metrics import ServerMetrics
 from headwater.serve.openai import LARGE_BODY_BYTES, Call, Limits, parse_chat, parse_completion
 from headwater.serve.peers import NO_PEERS, Peers, reachable
 from headwater.serve.replies import ChatReply, Choice, CompletionReply, Reply
 from headwater.serve.sending import ClientStalledError, impatient, until_disconnect
+from headwater.serve.watching import PAGE_FILES, Watching
 
 BODY_TIMEOUT_S = 60.0
-OPEN_PATHS = frozenset({"/health"})
-"""What needs no API key: a load balancer asks without one."""
+OPEN_PATHS = frozenset({"/health", *PAGE_FILES})
+"""What needs no API key: a load balancer and a browser ask without one. The page alone holds no data."""
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -63,9 +63,12 @@ class AppConfig:
     requires_cache_salt: bool = False
 
 
-def create_app(generator: Generator, config: AppConfig, peers: Peers = NO_PEERS) -> ASGIApp:
-    """The application. It keeps no state of its own besides the metrics."""
+def create_app(
+    generator: Generator, config: AppConfig, peers: Peers = NO_PEERS, watching: Watching | None = None
+) -> ASGIApp:
+    """The application. It keeps no state of its own besides the metrics. Without `watching` its page shows no pool."""
     server = _Server(generator, config, peers)
+    watching = watching or Watching(None, config.served_model_name, lambda: generator.client.stats)
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
@@ -73,6 +76,7 @@ def create_app(generator: Generator, config: AppConfig, peers: Peers = NO_PEERS)
         Route("/v1/models/{name:path}", server.model, methods=["GET"]),
         Route("/health", server.health, methods=["GET"]),
         Route("/metrics", server.metrics, methods=["GET"]),
+        *watching.routes,
     ]
     handlers: dict[Any, Any] = {
         HeadwaterError: _on_error,
@@ -84,7 +88,7 @@ def create_app(generator: Generator, config: AppConfig, peers: Peers = NO_PEERS)
     inner.router.redirect_slashes = False  # a redirect would name whichever host the client sent
     app: ASGIApp = require_json(inner, _refuse)
     if config.api_key is not None:
-        app = _require_key(app, config.api_key)
+        app = require_key(app, config.api_key, _refuse, lambda path: path not in OPEN_PATHS)
     else:
         app = keep_pages_out(app, config.host, _refuse)
     paths = frozenset(route.path for route in routes)
@@ -125,7 +129,7 @@ class _Server:
             raise client.death
         if client.silent_s > self._config.engine_timeout_s:
             text = (
-                f"the engine gave no sign of life for {client.silent_s:.1f} s; expected one within "
+                f"the engine sent no heartbeat for {client.silent_s:.1f} s; expected one within "
                 f"{self._config.engine_timeout_s:g} s"
             )
             raise RequestError(text, code="engine_hung")
@@ -162,7 +166,7 @@ class _Server:
     async def _body(self, request: Request, room: BodyRoom) -> bytes:
         limit = self._config.max_body_bytes
         too_large = RequestError(
-            f"the body is larger than the {limit} bytes this server takes", code="request_too_large"
+            f"the body is larger than {limit} bytes, the limit of this server", code="request_too_large"
         )
         # The parser has checked that it is a number.
         if int(request.headers.get("content-length", 0)) > limit:
@@ -182,7 +186,7 @@ class _Server:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._config.served_model_name:
-            text = f"there is no model {shown(name)} here; this server has {self._config.served_model_name!r}"
+            text = f"there is no model {shown(name)}; this server has {self._config.served_model_name!r}"
             raise RequestError(text, param="model", code="model_not_found")
 
     def _card(self) -> dict[str, Any]:
@@ -277,22 +281,6 @@ class StreamedAnswer(_Answer):
             deltas = await generation.next()
         last = _event(self._reply.closing(generation.usage)) + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-def _require_key(app: ASGIApp, api_key: str) -> ASGIApp:
-    """Refuse, before anything is read, whoever does not bring the key."""
-    expected = f"Bearer {api_key}".encode()
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, expected):
-                error = RequestError("the API key is missing or wrong", code="invalid_api_key")
-                await _refuse(error, scope, receive, send)
-                return
-        await app(scope, receive, send)
-
-    return checked
 
 
 def _count_requests(app: ASGIApp, metrics: ServerMetrics, paths: frozenset[str]) -> ASGIApp:

@@ -222,7 +222,7 @@ class EngineClient:
             raise self._death
         if self._connection.num_waiting_bytes > MAX_WAITING_BYTES:
             num_bytes = self._connection.num_waiting_bytes
-            text = f"{num_bytes} bytes of prompts wait for the engine, which does not read; try later"
+            text = f"{num_bytes} bytes of prompts are waiting for the engine, which does not read them; try again later"
             raise RequestError(text, code="server_busy")
         first = self._num_requests
         self._num_requests += len(jobs)

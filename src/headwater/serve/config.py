@@ -61,7 +61,7 @@ class ServerConfig:
         if not (self.api_key or self.insecure or is_loopback(self.host)):
             raise EngineConfigError(
                 f"--host {self.host} can be reached from other machines; give --api-key (or HEADWATER_API_KEY), "
-                "or --insecure to serve everybody"
+                "or --insecure to serve anyone"
             )
 
     def _check_peer(self, listen: str) -> None:

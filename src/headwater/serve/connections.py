@@ -143,7 +143,7 @@ class WatchedProtocol(H11Protocol):
         if self._siblings.has(self):
             self._watch()
         else:
-            text = f"{self._siblings.num_open} connections are open and this server takes no more now; try later"
+            text = f"{self._siblings.num_open} connections are open, which is the limit of this server; try again later"
             self._end(RequestError(text, code="server_busy"))
 
     def abort(self) -> None:
@@ -306,7 +306,7 @@ class BodyBudget:
     def take(self, num_bytes: int) -> None:
         """Raises RequestError ("server_busy") if there are not so many left."""
         if self.num_bytes + num_bytes > self._max_bytes:
-            text = f"requests of more than {self._max_bytes} bytes are being read, and no more are taken now; try later"
+            text = f"requests of more than {self._max_bytes} bytes in total are being read; try again later"
             raise RequestError(text, code="server_busy")
         self.num_bytes += num_bytes
 

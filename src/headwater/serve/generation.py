@@ -105,23 +105,23 @@ class Generator:
         if num_values > most:
             text = (
                 f"the answer may have {call.num_sequences} sequences x {num_tokens} tokens x (1 + {num_logprobs} "
-                f"log-probabilities) = {num_values} values; expected {most} at most. Lower n, max_tokens or "
-                "logprobs, give fewer prompts, or set stream to true, for which there is no such bound"
+                f"log-probabilities) = {num_values} values; expected at most {most}. Lower n, max_tokens or "
+                "logprobs, send fewer prompts, or set stream to true, which has no such bound"
             )
             raise RequestError(text, param="max_tokens")
 
     def _admit(self, num_sequences: int) -> None:
         if num_sequences > self._max_call_sequences:
             text = (
-                f"the call asks for {num_sequences} sequences (n x prompts); expected {self._max_call_sequences} at "
-                f"most, of the {self._max_sequences} that this server takes from all clients at a time"
+                f"the call asks for {num_sequences} sequences (n x prompts); expected at most "
+                f"{self._max_call_sequences} of the {self._max_sequences} that this server has for all clients"
             )
             raise RequestError(text, param="n")
         num_taken = self._num_preparing + self.client.num_in_flight
         if num_taken + num_sequences > self._max_sequences:
             text = (
-                f"{num_taken} sequences are running or waiting and {self._max_sequences} are taken at a time; "
-                f"there is no room for {num_sequences} more now, try later"
+                f"{num_taken} sequences are running or waiting, of {self._max_sequences} that this server takes; "
+                f"there is no place for {num_sequences} more now, try again later"
             )
             raise RequestError(text, code="overloaded")
         self._num_preparing += num_sequences

@@ -7,21 +7,17 @@ figures, which are declared here, and those of its pool, which `headwater.connec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client import Metric as Family
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
-from headwater.connector.metrics import POOL_METRICS, Kind, Metric, Source
-from headwater.connector.stats import Distribution
+from headwater.connector.metrics import Kind, Metric, Source
+from headwater.serve.families import family, pool_families, render
 from headwater.serve.messages import Stats
 from headwater.serve.peers import NO_PEERS, Peers
 
-OPEN_METRICS = "application/openmetrics-text"
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -47,17 +43,17 @@ def _peer(name: str, kind: Kind, field: str, text: str) -> Metric:
 
 
 ENGINE_METRICS = (
-    _engine("requests_running", "gauge", "num_running", "Sequences that the engine works on."),
-    _engine("requests_waiting", "gauge", "num_waiting", "Sequences that wait for room."),
+    _engine("requests_running", "gauge", "num_running", "Sequences that the engine is computing."),
+    _engine("requests_waiting", "gauge", "num_waiting", "Sequences waiting in the queue."),
     _engine("kv_pages", "gauge", "num_pages", "Pages of the KV cache."),
-    _engine("kv_pages_used", "gauge", "num_used_pages", "Pages that running sequences need."),
-    _engine("kv_pages_cached", "gauge", "num_cached_pages", "Pages that only the prefix cache keeps."),
-    _engine("preemptions_total", "counter", "num_preemptions", "Sequences put back to make room."),
+    _engine("kv_pages_used", "gauge", "num_used_pages", "Pages used by running sequences."),
+    _engine("kv_pages_cached", "gauge", "num_cached_pages", "Pages held only by the prefix cache."),
+    _engine("preemptions_total", "counter", "num_preemptions", "Sequences preempted to free pages."),
     _engine(
         "prefix_cache_queried_tokens_total",
         "counter",
         "num_prompt_tokens",
-        "Prompt tokens looked up, in the engine's prefix cache and in the pool.",
+        "Prompt tokens looked up in the engine's prefix cache and in the pool.",
     ),
     _engine(
         "prefix_cache_hit_tokens_total",
@@ -70,46 +66,52 @@ ENGINE_METRICS = (
 EXPERT_ROWS = Metric(
     "headwater_expert_rows_total",
     "counter",
-    "Tokens that went to each expert of each sparse layer; nothing for a dense model.",
+    "Tokens routed to each expert of each sparse layer; no samples for a dense model.",
     Source.ENGINE,
     "expert_rows",
     labels=("layer", "expert"),
 )
 HTTP_REQUESTS = _server(
     "http_requests_total",
-    "HTTP requests. Status 499: the client left before an answer.",
+    "HTTP requests. Status 499: the client disconnected before the answer.",
     *("path", "status"),
 )
 SEQUENCES = _server(
     "sequences_total",
-    "Generated sequences, by how they ended: stop, length, abort (the client left) or error.",
+    "Generated sequences by outcome: stop, length, abort (the client disconnected) or error.",
     "outcome",
 )
-PROMPT_TOKENS = _server("prompt_tokens_total", "Tokens of prompts that were begun, as clients were told.")
-CACHED_TOKENS = _server("cached_prompt_tokens_total", "Of the prompt tokens: those whose KV was already there.")
-GENERATED_TOKENS = _server("generated_tokens_total", "Tokens generated.")
+PROMPT_TOKENS = _server("prompt_tokens_total", "Prompt tokens of requests that were started, as reported in usage.")
+CACHED_TOKENS = _server("cached_prompt_tokens_total", "Prompt tokens whose KV was cached, as reported in usage.")
+GENERATED_TOKENS = _server("generated_tokens_total", "Generated tokens.")
 FIRST_TOKEN = _server(
-    "time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=FIRST_TOKEN_BUCKETS_S
+    "time_to_first_token_seconds", "Time from a request's arrival to its first token.", buckets=FIRST_TOKEN_BUCKETS_S
 )
 INTER_TOKEN = _server(
-    "inter_token_seconds", "Between one token of a sequence and the next.", buckets=INTER_TOKEN_BUCKETS_S
+    "inter_token_seconds", "Time between one token of a sequence and the next.", buckets=INTER_TOKEN_BUCKETS_S
 )
-SEQUENCE = _server("sequence_seconds", "From a request's arrival to the end of a sequence.", buckets=REQUEST_BUCKETS_S)
+SEQUENCE = _server(
+    "sequence_seconds", "Time from a request's arrival to the end of a sequence.", buckets=REQUEST_BUCKETS_S
+)
 ENGINE_SILENT = Metric(
-    "headwater_engine_silent_seconds", "gauge", "Since the engine's last sign of life.", Source.SERVER
+    "headwater_engine_silent_seconds", "gauge", "Time since the engine's last heartbeat.", Source.SERVER
 )
 SERVER_INFO = Metric(
-    "headwater_server_info", "gauge", "What is running; always 1.", Source.SERVER, labels=("version", "model")
+    "headwater_server_info",
+    "gauge",
+    "Version and model of the server; always 1.",
+    Source.SERVER,
+    labels=("version", "model"),
 )
 PEER_RESTARTS = Metric(
-    "headwater_peer_restarts_total", "counter", "How often the receiver died and was started again.", Source.SERVER
+    "headwater_peer_restarts_total", "counter", "Times the receiver died and was restarted.", Source.SERVER
 )
 PEER_METRICS = (
-    _peer("connections", "gauge", "connections", "Connections of other servers to the receiver."),
-    _peer("pending_bytes", "gauge", "pending_bytes", "Room that other servers have reserved and not filled."),
-    _peer("share_bytes", "gauge", "share_bytes", "Room that they may have reserved, all of them together."),
-    _peer("received_bytes_total", "counter", "bytes", "Bytes of KV that other servers have sent."),
-    _peer("received_chunks_total", "counter", "chunks_stored", "Chunks that they have completed in the pool."),
+    _peer("connections", "gauge", "connections", "Connections from other servers to the receiver."),
+    _peer("pending_bytes", "gauge", "pending_bytes", "Space that other servers have reserved and not yet written."),
+    _peer("share_bytes", "gauge", "share_bytes", "Limit on the space reserved by other servers together."),
+    _peer("received_bytes_total", "counter", "bytes", "Bytes of KV received from other servers."),
+    _peer("received_chunks_total", "counter", "chunks_stored", "Chunks that other servers have completed in the pool."),
 )
 """Figures of the receiver; counters begin anew when it is restarted."""
 SERVER_METRICS = (
@@ -155,10 +157,7 @@ class ServerMetrics:
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The page and its content type: OpenMetrics for those who accept it, else Prometheus' text format."""
-        kinds = [item.partition(";")[0].strip() for item in accept.split(",")]
-        # Its parser fails on versions that are no numbers, and repeats those that are.
-        encode, content_type = choose_encoder(OPEN_METRICS if OPEN_METRICS in kinds else "")
-        return encode(self._registry), content_type
+        return render(self._registry, accept)
 
     def _counter(self, metric: Metric) -> Counter:
         return Counter(metric.name, metric.help, metric.labels, registry=self._registry)
@@ -178,38 +177,17 @@ class _Snapshot(Collector):
         """One family for each declared metric; those of a store and its tiers are empty without a pool."""
         stats = self._stats()
         for metric in ENGINE_METRICS:
-            yield _family(metric, {"": getattr(stats, metric.field)})
+            yield family(metric, {"": getattr(stats, metric.field)})
         yield _expert_rows(stats.expert_rows)
         for metric in PEER_METRICS:
-            yield _family(metric, {"": float(self._peers.stats.get(metric.field, 0))})
-        yield _family(PEER_RESTARTS, {"": float(self._peers.num_restarts)})
-        for metric in POOL_METRICS:
-            if metric.kind == "histogram":
-                yield _histogram(metric, stats.pool_times.get(metric.name, Distribution()))
-            else:
-                nothing = {"": 0.0} if metric.starts_at_zero else {}
-                yield _family(metric, stats.pool.get(metric.name, nothing))
-
-
-def _family(metric: Metric, series: dict[str, float]) -> Family:
-    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    family = make(metric.name, metric.help, labels=metric.labels)
-    for tier, value in series.items():
-        family.add_metric([tier] if metric.labels else [], value)
-    return family
+            yield family(metric, {"": float(self._peers.stats.get(metric.field, 0))})
+        yield family(PEER_RESTARTS, {"": float(self._peers.num_restarts)})
+        yield from pool_families(stats.pool, stats.pool_times)
 
 
 def _expert_rows(found: dict[int, list[int]]) -> Family:
-    family = CounterMetricFamily(EXPERT_ROWS.name, EXPERT_ROWS.help, labels=EXPERT_ROWS.labels)
+    rows = CounterMetricFamily(EXPERT_ROWS.name, EXPERT_ROWS.help, labels=EXPERT_ROWS.labels)
     for layer, counts in found.items():
         for expert, count in enumerate(counts):
-            family.add_metric([str(layer), str(expert)], count)
-    return family
-
-
-def _histogram(metric: Metric, found: Distribution) -> Family:
-    counts = found.counts or (0,) * (len(metric.buckets) + 1)
-    bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
-    family = HistogramMetricFamily(metric.name, metric.help)
-    family.add_metric([], [*zip(bounds, map(float, accumulate(counts)), strict=True)], found.sum)
-    return family
+            rows.add_metric([str(layer), str(expert)], count)
+    return rows

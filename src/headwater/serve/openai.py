@@ -175,7 +175,7 @@ def too_long(num_tokens: int, max_model_len: int, param: str) -> RequestError:
     """The error for a prompt that leaves no room for a token of output."""
     text = (
         f"the prompt is {num_tokens} tokens and the context of this server is {max_model_len}, "
-        "with room for at least one token of output; shorten it"
+        "which must also hold at least one token of output; shorten it"
     )
     return RequestError(text, param=param, code="context_length_exceeded")
 
@@ -234,7 +234,7 @@ def _parse(body: bytes, kind: type[_Request], limits: Limits) -> _Request:
     # at most.
     num_quotes = body.count(b'"')
     if num_quotes - body.count(b'\\"') > 2 * (MAX_STRINGS + limits.max_prompts):
-        text = f"the body has more than {MAX_STRINGS} names and texts, which is what this server takes"
+        text = f"the body has more than {MAX_STRINGS} names and strings, which is the limit of this server"
         raise RequestError(text, code="request_too_large")
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -330,7 +330,7 @@ def _turn(index: int, message: ChatMessage) -> dict[str, str]:
     """A message as chat templates take it: role and plain text."""
     where = f"messages[{index}]"
     if message.role in TOOL_ROLES:
-        text = f"{where}.role is {message.role!r}, and tools are not supported by this server"
+        text = f"{where}.role is {message.role!r}, but tools are not supported by this server"
         raise RequestError(text, param=f"{where}.role", code="unsupported_parameter")
     if message.role not in ROLES:
         text = f"{where}.role is {shown(message.role)}; expected one of {', '.join(ROLES)}"
@@ -362,7 +362,7 @@ def _prompts(raw: msgspec.Raw, limits: Limits) -> list[str | list[int]]:
             return [*_decode(raw, list[str])]
         case b"[":
             if num_commas > limits.max_call_tokens:
-                text = f"the prompts have {num_commas + 1} items in all; expected {limits.max_call_tokens} at most"
+                text = f"the prompts have {num_commas + 1} items in total; expected at most {limits.max_call_tokens}"
                 raise RequestError(text, param="prompt")
             if data.count(b"[") - 1 > limits.max_prompts:
                 raise _too_many_prompts(limits)
@@ -389,7 +389,7 @@ def _decode(raw: msgspec.Raw, kind: type[_Item]) -> _Item:
 
 
 def _too_many_prompts(limits: Limits) -> RequestError:
-    text = f"the call has more than {limits.max_prompts} prompts, which is the most that one call may have"
+    text = f"the call has more than {limits.max_prompts} prompts, which is the limit for one call"
     return RequestError(text, param="prompt")
 
 

@@ -149,9 +149,9 @@ def unknown(name: str, known: Collection[str], elsewhere: Collection[str] = (), 
     """The error for a name that is in no table, with the one that was probably meant."""
     short = name if len(name) <= MAX_NAME_CHARS else name[: MAX_NAME_CHARS - 3] + "..."
     short = short if short.isprintable() else ascii(short)
-    text = f"{where}{short} is not a parameter that this server knows"
+    text = f"{where}{short} is not a known parameter"
     if name in elsewhere:
-        text = f"{where}{short} is a parameter of the other endpoint (chats and completions differ)"
+        text = f"{where}{short} is a parameter of the other endpoint (chat and completions differ)"
     elif close := get_close_matches(short, known, n=1):
         text += f"; did you mean {close[0]}?"
     return RequestError(text, param=where + short, code="unknown_parameter")

@@ -26,6 +26,7 @@ from headwater.serve.messages import Ready
 from headwater.serve.metrics import ServerMetrics
 from headwater.serve.peers import NO_PEERS, Peers
 from headwater.serve.tls import load_certificate
+from headwater.serve.watching import Watching
 
 STOP_GRACE_S = 1
 """How long a client may take to read the error that ends its request when the server stops."""
@@ -107,7 +108,8 @@ async def _serve(
     metrics = ServerMetrics(lambda: client.stats, facts, lambda: client.silent_s, peers)
     limit = client.ready.max_num_seqs + config.max_waiting
     generator = Generator(client, tokenizer, metrics, max_sequences=limit)
-    server = _make_server(config, generator, certificate, peers)
+    watching = Watching(config.engine.pool, model, lambda: client.stats)
+    server = _make_server(config, generator, certificate, peers, watching)
     # What is there now stays: a full collection that looked at all of transformers would take some 200 ms each time.
     gc.collect()
     gc.freeze()
@@ -134,6 +136,7 @@ async def _serve(
     finally:
         listening.cancel()
         dying.cancel()
+        watching.close()
         generator.close()
         generator.workers.join()
         gc.unfreeze()
@@ -198,7 +201,11 @@ def _start_receiver(config: ServerConfig) -> Peers:
 
 
 def _make_server(
-    config: ServerConfig, generator: Generator, certificate: ssl.SSLContext | None, peers: Peers
+    config: ServerConfig,
+    generator: Generator,
+    certificate: ssl.SSLContext | None,
+    peers: Peers,
+    watching: Watching,
 ) -> HttpServer:
     app = create_app(
         generator,
@@ -212,6 +219,7 @@ def _make_server(
             requires_cache_salt=config.requires_cache_salt,
         ),
         peers,
+        watching,
     )
     connections = Connections(config.max_connections, config.header_timeout_s)
     return HttpServer(app, connections, certificate, grace_s=STOP_GRACE_S)

@@ -64,11 +64,11 @@ class TextLimits(NamedTuple):
         if self.bound is not None and len(data) > most and (num_bytes := self.bound.num_bytes(data)) > most:
             reason = (
                 f"the prompt has {num_bytes} bytes of text; the context of this server is {self.max_model_len} tokens, "
-                f"which hold {most} bytes at most; shorten it"
+                f"which hold at most {most} bytes; shorten it"
             )
             raise RequestError(reason, param=param, code="context_length_exceeded")
         if len(data) > (cap := self.cap_bytes):
-            reason = f"the prompt has {len(data)} bytes of text; this server takes {cap} in one prompt; shorten it"
+            reason = f"the prompt has {len(data)} bytes of text; this server takes at most {cap} per prompt; shorten it"
             raise RequestError(reason, param=param, code="request_too_large")
 
 
@@ -126,7 +126,7 @@ def _check_parts(tokenizer: Encoder, text: str, max_model_len: int, param: str) 
         num_tokens += len(tokenizer.encode(text[start : start + PIECE_CHARS], add_special=False)) - CUT_TOKENS
         if num_tokens > max_model_len * MARGIN:
             reason = (
-                f"the prompt has {len(text)} characters, and the first {start + PIECE_CHARS} are more tokens already "
+                f"the prompt has {len(text)} characters, and its first {start + PIECE_CHARS} alone have more tokens "
                 f"than the {max_model_len} of this server's context; shorten it"
             )
             raise RequestError(reason, param=param, code="context_length_exceeded")
@@ -135,7 +135,7 @@ def _check_parts(tokenizer: Encoder, text: str, max_model_len: int, param: str) 
 def _check_sum(num_tokens: int, limits: TextLimits, param: str) -> None:
     if num_tokens > limits.max_call_tokens:
         text = (
-            f"the sequences of this call have more than {limits.max_call_tokens} prompt tokens in all (each choice "
-            "counts); send fewer at a time"
+            f"the sequences of this call have more than {limits.max_call_tokens} prompt tokens in total (each "
+            "choice counts); send fewer at a time"
         )
         raise RequestError(text, param=param, code="request_too_large")

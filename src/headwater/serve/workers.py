@@ -83,7 +83,7 @@ class TextWorkers:
             if self._closing is not None:
                 raise self._closing
             if len(self._tickets) >= self._max_jobs:
-                text = f"{len(self._tickets)} requests are waiting to be read, and no more are taken; try later"
+                text = f"{len(self._tickets)} requests are waiting to be tokenised, which is the limit; try again later"
                 raise RequestError(text, code="overloaded")
             self._tickets.add(ticket)
             self._queues[PieceLength.SHORT].append(ticket)

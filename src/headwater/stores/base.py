@@ -242,8 +242,9 @@ class Store(Protocol):
     def touch(self, key: bytes) -> None:
         """Note a use of this chunk, and so of its prefix."""
 
-    def lease(self, root: RootRef, key: bytes) -> Lease | None:
-        """Keep a chunk and its prefix from eviction; None if it is not there or the process holds too many."""
+    def lease(self, root: RootRef, key: bytes, *, is_hit: bool = False) -> Lease | None:
+        """Keep a chunk and its prefix from eviction; None if it is not there or the process holds too many. `is_hit`: a
+        request loads it, which embedded stores count."""
 
     # ---- moving bytes -------------------------------------------------------------------------------------------
     def read(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:

@@ -21,6 +21,48 @@ class ChunkInfo(NamedTuple):
     pinned: bool
     leased: bool
     last_used_ns: int
+    hits: int = 0
+    """Requests that loaded the prefix which ends with this chunk; only embedded stores count them."""
+
+
+class PrefixInfo(NamedTuple):
+    """One stretch of a pool's chains without a fork: what several prompts begin with, or the rest of a single one.
+    Tails belong to the stretch that they continue."""
+
+    key: bytes
+    """Of its deepest chunk, which names the whole prefix."""
+    root: dict[str, Any]
+    first_token: int
+    num_tokens: int
+    """Of the whole prefix, from the first token of the prompt to the end of the stretch."""
+    num_chunks: int
+    num_bytes: int
+    """Of the stretch alone, as the chunks before it belong to others too."""
+    branches: int
+    """Stretches that continue this one."""
+    hits: int
+    """Requests that loaded it, or more than it."""
+    last_used_ns: int
+
+
+class HolderInfo(NamedTuple):
+    """What one model, tenant and adapter have in a pool."""
+
+    root: dict[str, Any]
+    num_chunks: int
+    num_tokens: int
+    num_bytes: int
+    hits: int
+    last_used_ns: int
+
+
+class HitInfo(NamedTuple):
+    """A prefix that requests have begun to load."""
+
+    key: bytes
+    root: dict[str, Any]
+    num_tokens: int
+    num_requests: int
 
 
 @dataclass(frozen=True)

@@ -7,31 +7,35 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwater.cli.demo.document import make_question
-from headwater.cli.demo.live import LiveServer, Reply
+from headwater.cli.demo.live import ASK_S, LiveServer, Reply
+from headwater.cli.demo.pace import Plan, measure_pace
 from headwater.cli.demo.run import own_pool
 from headwater.cli.demo.servers import uninterrupted
 from headwater.cli.demo.two_servers import (
-    ANSWER_TOKENS,
     PAGE_SIZE,
     ROOM_TOKENS,
     WARM_UP,
     Note,
     chosen_model,
     pool_capacity,
+    room_for,
 )
 from headwater.cli.output import one_line, plural, table
-from headwater.errors import InvalidArgumentError
 from headwater.models.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-STREAM_TOKENS = 120
+MOST_DOCUMENT_TOKENS = 2000
+"""Unless more are asked for: there are two documents, and both servers have only half of the machine each."""
+STREAM_TOKENS = 5
+"""Of the other client's stream, for each token of an answer."""
 STREAM = "Count as far as you can, one number a line."
 
 
@@ -74,15 +78,16 @@ class Handover:
         return own | replies | counts | {"correct": self.correct}
 
 
-def run_prefill_decode(model: str | None, num_tokens: int, device: str, note: Note) -> Handover:
-    """Run it. Raises ModelError for a model that is not there, EngineError where a server fails."""
+def run_prefill_decode(model: str | None, num_tokens: int | None, device: str, note: Note) -> Handover:
+    """Run it. Raises ModelError for a model that is not there, EngineError where a server fails. Without a number of
+    tokens the documents are as long as this machine can compute in time."""
+    begin_s = time.monotonic()
     with ExitStack() as stack:
         path, load_format, remark = stack.enter_context(chosen_model(model))
         checkpoint = open_checkpoint(path, load_format)
-        most, max_len = checkpoint.config.max_position_embeddings, num_tokens + ROOM_TOKENS
-        if max_len > most:
-            raise InvalidArgumentError(f"--tokens is {num_tokens:,}; this model was made for {most:,}, answer included")
-        pools = [stack.enter_context(own_pool(pool_capacity(checkpoint, 4 * num_tokens), keep=False)) for _ in range(2)]
+        most_tokens = room_for(checkpoint, num_tokens)
+        max_len, capacity = most_tokens + ROOM_TOKENS, pool_capacity(checkpoint, 4 * most_tokens)
+        pools = [stack.enter_context(own_pool(capacity, keep=False)) for _ in range(2)]
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
         options = ["--model", path, "--load-format", load_format, "--device", device, "--num-threads", str(threads)]
         options += ["--max-model-len", str(max_len), "--num-pages", str(2 * -(-max_len // PAGE_SIZE) + 32)]
@@ -92,29 +97,41 @@ def run_prefill_decode(model: str | None, num_tokens: int, device: str, note: No
             listen = ["--pool", pools[1][0], "--peer-listen", "127.0.0.1:0"]
             decode = stack.enter_context(LiveServer([*options, *listen]))
         tokenizer = checkpoint.load_tokenizer()
-        question = make_question(num_tokens, lambda text: len(tokenizer.encode(text)))
         for server in (prefill, decode):
             server.wait_ready()
             server.ask(WARM_UP, 1)
+        waits = ["--wait", str(ASK_S)]  # a slow machine is slow, and shows the same
         with uninterrupted():
-            front = stack.enter_context(LiveServer(["--decode", decode.url, "--prefill", prefill.url], "proxy"))
+            front = stack.enter_context(LiveServer(["--decode", decode.url, "--prefill", prefill.url, *waits], "proxy"))
         front.wait_ready()
-        note(f"the decode server computes a document of about {num_tokens:,} tokens itself, beside another client")
-        alone, pause_alone_s = _ask_beside(decode, decode, question.text)
+        if num_tokens is not None:
+            plan = Plan(num_tokens)
+        else:
+            note("the decode server answers a short question: how fast is this machine?")
+            pace = measure_pace(decode)
+            # Two documents and three answers, two of them beside a stream that computes on the same cores.
+            asked = {"documents": 3, "answers": 3 + 2 * STREAM_TOKENS}
+            plan = pace.plan(time.monotonic() - begin_s, **asked, most=min(most_tokens, MOST_DOCUMENT_TOKENS))
+        question = make_question(plan.document_tokens, lambda text: len(tokenizer.encode(text)))
+        about = f"a document of about {plan.document_tokens:,} tokens"
+        note(f"the decode server computes {about} itself, beside another client{plan.soon}")
+        alone, pause_alone_s = _ask_beside(decode, decode, question.text, plan.answer_tokens)
         note("the proxy has the prefill server compute another one, and its KV sent to the decode server")
         text = f"(2) {question.text}"
-        through, pause_through_s = _ask_beside(decode, front, text)
-        again = prefill.ask(text, ANSWER_TOKENS)
+        through, pause_through_s = _ask_beside(decode, front, text, plan.answer_tokens)
+        note("the prefill server answers the same question, and what both say is compared")
+        again = prefill.ask(text, plan.answer_tokens)
+        note("both servers and the proxy end")
         remark = " ".join(filter(None, (remark, *(pool_note for _, pool_note in pools))))
         return Handover(checkpoint.label, remark, question.about, alone, through, again, pause_alone_s, pause_through_s)
 
 
-def _ask_beside(decode: LiveServer, server: LiveServer, text: str) -> tuple[Reply, float]:
+def _ask_beside(decode: LiveServer, server: LiveServer, text: str, answer_tokens: int) -> tuple[Reply, float]:
     """Ask one server while another client reads a stream of the decode server; the longest pause in that."""
     streams: list[Reply] = []
-    reader = threading.Thread(target=lambda: streams.append(decode.ask(STREAM, STREAM_TOKENS)))
+    reader = threading.Thread(target=lambda: streams.append(decode.ask(STREAM, STREAM_TOKENS * answer_tokens)))
     reader.start()
-    reply = server.ask(text, ANSWER_TOKENS)
+    reply = server.ask(text, answer_tokens)
     reader.join()
     return reply, max((stream.longest_pause_s for stream in streams), default=0.0)
 

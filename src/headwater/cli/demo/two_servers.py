@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.cli.demo.document import make_question
 from headwater.cli.demo.live import LiveServer, Reply
+from headwater.cli.demo.pace import MOST_TOKENS, Plan, measure_pace
 from headwater.cli.demo.run import held_pool, own_pool
 from headwater.cli.demo.servers import uninterrupted
 from headwater.cli.demo.stand_in import write_stand_in
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 Note = Callable[[str], None]
 
-ANSWER_TOKENS = 24
 ROOM_TOKENS = 256
 """For the question, the answer, and the last line of the document."""
 WARM_UP = "Hello."
@@ -82,40 +82,44 @@ class Outcome:
         return self.first, self.second
 
 
-def run_two_servers(model: str | None, num_tokens: int, device: str, note: Note) -> Outcome:
+def run_two_servers(model: str | None, num_tokens: int | None, device: str, note: Note) -> Outcome:
     """Run it. Raises ModelError for a model that is not there, EngineError where a server fails.
 
-    Without a model named it is SmolLM2, or where that is not installed a small one with random weights.
+    Without a model named it is SmolLM2, or where that is not installed a small one with random weights. Without a
+    number of tokens the document is as long as this machine can compute in time.
     """
+    begin_s = time.monotonic()
     with ExitStack() as stack:
         path, load_format, remark = stack.enter_context(chosen_model(model))
         checkpoint = open_checkpoint(path, load_format)
-        most = checkpoint.config.max_position_embeddings
-        if num_tokens + ROOM_TOKENS > most:
-            raise InvalidArgumentError(
-                f"--tokens is {num_tokens:,}; this model was made for {most:,}, and {ROOM_TOKENS} are for the question "
-                "and the answer"
-            )
-        url, pool_note = stack.enter_context(own_pool(pool_capacity(checkpoint, num_tokens), keep=False))
+        most_tokens = room_for(checkpoint, num_tokens)
+        url, pool_note = stack.enter_context(own_pool(pool_capacity(checkpoint, most_tokens), keep=False))
         remark = " ".join(filter(None, (remark, pool_note)))
         pool = stack.enter_context(held_pool(url))
-        max_len = num_tokens + ROOM_TOKENS
+        max_len = most_tokens + ROOM_TOKENS
         options = ["--model", path, "--load-format", load_format, "--device", device, "--pool", url]
         options += ["--max-model-len", str(max_len), "--num-pages", str(-(-max_len // PAGE_SIZE) + 16)]
         note(f"two servers load {one_line(checkpoint.label)}; they share {url}")
         with uninterrupted():  # a server that was started is known, so that it can be ended
             servers = [stack.enter_context(LiveServer(options)) for _ in range(2)]
         tokenizer = checkpoint.load_tokenizer()
-        question = make_question(num_tokens, lambda text: len(tokenizer.encode(text)))
         for server in servers:
             server.wait_ready()
         for server in servers:
             server.ask(WARM_UP, 1)  # the first request of any process is slower than all that follow
-        note(f"the first server reads a document of about {num_tokens:,} tokens and computes its KV")
-        first = servers[0].ask(question.text, ANSWER_TOKENS)
+        if num_tokens is not None:
+            plan = Plan(num_tokens)
+        else:
+            note("the first server answers a short question: how fast is this machine?")
+            pace = measure_pace(servers[0])
+            plan = pace.plan(time.monotonic() - begin_s, documents=1, answers=2, most=most_tokens)
+        question = make_question(plan.document_tokens, lambda text: len(tokenizer.encode(text)))
+        note(f"the first server reads a document of about {plan.document_tokens:,} tokens{plan.soon}")
+        first = servers[0].ask(question.text, plan.answer_tokens)
         _wait_saved(pool, first.prompt_tokens)
         note("the second server, which has never seen it, is asked the same")
-        second = servers[1].ask(question.text, ANSWER_TOKENS)
+        second = servers[1].ask(question.text, plan.answer_tokens)
+        note("both servers end")
         return Outcome(checkpoint.label, remark, url, question.about, first, second)
 
 
@@ -153,6 +157,19 @@ def chosen_model(name: str | None) -> Iterator[tuple[str, str, str]]:
             yield folder, "dummy", remark
     else:
         yield "smollm2", "auto", ""
+
+
+def room_for(checkpoint: Checkpoint, num_tokens: int | None) -> int:
+    """Tokens of the longest document there will be. Raises InvalidArgumentError for one that is too long."""
+    most = checkpoint.config.max_position_embeddings
+    if num_tokens is None:
+        return max(1, min(MOST_TOKENS, most - ROOM_TOKENS))
+    if num_tokens + ROOM_TOKENS > most:
+        raise InvalidArgumentError(
+            f"--tokens is {num_tokens:,}; this model was made for {most:,}, and {ROOM_TOKENS} are for the question "
+            "and the answer"
+        )
+    return num_tokens
 
 
 def pool_capacity(checkpoint: Checkpoint, num_tokens: int) -> int:

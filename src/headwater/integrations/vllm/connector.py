@@ -28,7 +28,11 @@ from headwater.connector.arrivals import Arrivals
 from headwater.connector.clock import timed
 from headwater.connector.events import Announcements, NoListener
 from headwater.connector.idle import IdleWorker
+from headwater.connector.metrics import Source, Values
 from headwater.connector.orders import StepOrders
+from headwater.connector.published import figures
+from headwater.connector.stats import TransferStats
+from headwater.connector.totals import Spread
 from headwater.connector.worker import WorkerSide
 from headwater.integrations.vllm.adapters import check_loaded
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
@@ -105,7 +109,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("Headwater is off: %s", error)
             except Exception:
                 log.exception("Headwater is off: it could not be started")
-            if self._steps is not None:
+            if self._steps is not None and self._member is not None:
+                self._member.publisher.add(self._member.role, self._figures)
                 self._steps.side.loads_in_step = False  # until vLLM's scheduler is made
                 self._receiver = start_receiver(self._options)
 
@@ -288,6 +293,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker, self._member = start_working(
                 self._vllm_config, self._kv_cache_config, self._options, kv_caches
             )
+            self._member.publisher.add(self._member.role, self._figures)
         except DeclinedError as error:
             self._decline(str(error))
         except Exception as error:
@@ -409,18 +415,30 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> HeadwaterStats | None:
         """What has been counted since the last call: bytes by the workers, tokens by the scheduler side, and now and
         then the pool's own figures."""
-        figures = None if self._member is None else self._member.figures
+        shared = None if self._member is None else self._member.figures
         if self.role == KVConnectorRole.WORKER:
-            moved = replace(self._worker.stats(), step_seconds=self.step_seconds)
-            return self._reporter.worker(moved, self._worker.take_times(), figures)
+            return self._reporter.worker(self._moved, self._worker.take_times(), shared)
         if self._steps is None:
             return None
         counts = self._steps.side.counts
-        return self._reporter.scheduler(counts.stats(), counts.take_times(), figures)
+        return self._reporter.scheduler(counts.stats(), counts.take_times(), shared)
+
+    @property
+    def _moved(self) -> TransferStats:
+        return replace(self._worker.stats(), step_seconds=self.step_seconds)
+
+    def _figures(self) -> tuple[Values, Spread]:
+        """The same since the start, as it is published beside the pool. From any thread."""
+        if self.role == KVConnectorRole.WORKER:
+            return figures(self._moved, Source.WORKER)
+        steps = self._steps
+        return figures(TransferStats() if steps is None else steps.side.counts.stats(), Source.SCHEDULER)
 
     def shutdown(self) -> None:
-        """Finish what is being saved, and end the receiver."""
+        """Finish what is being saved, publish the last figures, and end the receiver."""
         self._worker.close()
+        if self._member is not None:
+            self._member.publisher.remove(self._member.role)
         if self._receiver is not None:
             self._receiver.close()
 

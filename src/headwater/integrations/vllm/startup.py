@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.connector.events import EventListener
+from headwater.connector.published import Publisher
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.staging import with_staging
 from headwater.connector.worker import WorkerSide
@@ -53,7 +54,7 @@ TWO_NAMES = (
     "files replaced while the server started? Restart it to use the pool"
 )
 
-_pools: dict[tuple[str, int], tuple[Pool, PoolFigures]] = {}
+_pools: dict[tuple[str, int], tuple[Pool, PoolFigures, Publisher]] = {}
 _pools_lock = threading.Lock()
 
 
@@ -63,9 +64,12 @@ class Membership:
 
     pool: Pool
     figures: PoolFigures
+    publisher: Publisher
     identity: Identity
     spec: KVSpec
     chunk_tokens: int
+    role: str = "scheduler"
+    """What this side is called where its figures are published."""
 
     @property
     def home(self) -> str:
@@ -87,8 +91,7 @@ def join(config: Any, cache: Any, options: Options, weights: str, *, is_first: b
         is_reachable = config.parallel_config.world_size == 1 and (is_first or (url, group) in _pools)
         if first_tier(find_pool(url).urls).scheme == "memory" and not is_reachable:
             raise StoreError("memory:// lives in one process, and this vLLM has several; use a shm:// pool")
-        pool, figures = _shared_pool(url, group)
-        member = Membership(pool, figures, identity, spec, options.chunk_tokens)
+        member = Membership(*_shared_pool(url, group, identity.label), identity, spec, options.chunk_tokens)
         member.space(identity.epoch)
     except (HeadwaterError, OSError) as error:
         raise DeclinedError(f"the pool cannot be used: {error}") from error
@@ -144,6 +147,7 @@ def start_working(
     attention = [config.compilation_config.static_forward_context[name] for name in names]
     view = prove_view(spec, shard, tensors, layers, attention)
     member = join(config, cache, options, weights, is_first=True)
+    rank = _rank()
     side = WorkerSide(
         member.space(member.identity.epoch),
         view,
@@ -154,9 +158,9 @@ def start_working(
         open_space=member.space,
         starting=_all_cores,
         server=writer_group(config),
-        rank=_rank(),
+        rank=rank,
     )
-    return side, member
+    return side, replace(member, role=f"rank {rank}")
 
 
 def start_receiver(options: Options) -> ReceiverChild | None:
@@ -180,12 +184,13 @@ def new_epoch() -> int:
     return secrets.randbits(62) | 1
 
 
-def _shared_pool(url: str, group: int) -> tuple[Pool, PoolFigures]:
-    """One pool for both sides where they live in one process, so that its figures are reported once."""
+def _shared_pool(url: str, group: int, model: str) -> tuple[Pool, PoolFigures, Publisher]:
+    """One pool for both sides where they live in one process, so that its figures are reported and published once."""
     with _pools_lock:
         if (url, group) not in _pools:
             pool = open_pool(url, group=group)
-            _pools[url, group] = pool, PoolFigures(pool)
+            publisher = Publisher(pool, engine="vllm", model=model, starting=_all_cores)
+            _pools[url, group] = pool, PoolFigures(pool), publisher
         return _pools[url, group]
 
 

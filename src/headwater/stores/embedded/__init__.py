@@ -3,6 +3,7 @@
     DIR/index               header, directory, maps and records (see `layout`), mapped by every process
     DIR/members             slots and locks of the processes that have the store open (see `members`)
     DIR/data-GEN-0000 …     segments of bytes; GEN is the index's generation
+    DIR/figures-TOKEN       what a process publishes about itself (see `stores.figures`)
 
 `shm:///NAME` lives in /dev/shm/NAME, `file:///DIR` in DIR, `memory://` in private memory of the same shape.
 """
@@ -54,6 +55,7 @@ from headwater.stores.embedded.layout import (
 from headwater.stores.embedded.members import LocalMembers, Members, SharedMembers, new_group
 from headwater.stores.embedded.store import DEFAULT_DEADLINE_S, EmbeddedStore
 from headwater.stores.embedded.units import ABSENT_UNIT
+from headwater.stores.figures import is_figures_file
 from headwater.stores.host import boot_id, memory_bytes
 from headwater.stores.policy import POLICIES, create_policy
 from headwater.stores.private import allocate, open_private, why_no_file, why_shared
@@ -395,7 +397,8 @@ def _remove_files(directory: str) -> None:
 
 def _is_ours(name: str) -> bool:
     """Whether Headwater makes files of that name. (`members` is apart: it holds the locks, and goes last.)"""
-    return name in ("index", "index.new", EVENTS_FILE) or name.startswith(CURSOR_PREFIX) or _is_segment(name)
+    is_known = name in ("index", "index.new", EVENTS_FILE) or name.startswith(CURSOR_PREFIX)
+    return is_known or _is_segment(name) or is_figures_file(name)
 
 
 def _is_segment(name: str) -> bool:

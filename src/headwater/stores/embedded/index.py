@@ -27,6 +27,7 @@ from headwater.stores.embedded.layout import (
     FIXED_OFFSET,
     FREE,
     HEAD_BYTES,
+    HITS,
     MAGIC_AT,
     NUM_TAILS,
     PAYLOAD_SUM_AT,
@@ -49,6 +50,9 @@ _U64, _U32, _TAILS = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct(f"<
 _TRIES = 4
 _MAX_PROBES = 1024
 """The directory is at most half full, so that a longer chain is noise."""
+
+
+MAX_HITS = 1 << 40
 
 
 class IndexDamage(Exception):  # noqa: N818 - a condition that never leaves the store
@@ -213,6 +217,16 @@ class Index:
     def touch_all(self, cells: npt.NDArray[np.int64], now_ns: int) -> None:
         """Note a use of many records."""
         self._age_column[cells // AGE_CELLS] = now_ns
+
+    def add_hits(self, cell: int, count: int = 1) -> None:
+        """Count requests that load the prefix which ends with this chunk. Needs no lock, but a lease on the record (or
+        the lock): without one the cell may belong to another record by now. Of two at once, one may be lost."""
+        at = cell * WORDS_PER_CELL + HITS // 8
+        self.state_words[at] = min(self.state_words[at] + count, MAX_HITS)
+
+    def hits(self, cell: int) -> int:
+        """How many requests have loaded the prefix that ends with this chunk; noise is no number of them."""
+        return min(self.state_words[cell * WORDS_PER_CELL + HITS // 8], MAX_HITS)
 
     def age(self, cell: int) -> int:
         """When the record was last used, in nanoseconds since the epoch."""

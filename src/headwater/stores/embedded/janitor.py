@@ -246,12 +246,15 @@ class Janitor:
         return int(self._policy.rank(leaves)[0])
 
     def _inherit_age(self, entry: Entry, now: int) -> None:
-        """A prefix is as young as its youngest user; once childless, it is a candidate of that age."""
+        """A prefix is as young as its youngest user, and was hit as often as whatever continued it; once childless, it
+        is a candidate of that age."""
         cell = entry.record.parent_cell
         parent = self._index.entry(cell)
         if parent is None or parent.record.id != entry.record.parent_id:
             return
         self._index.touch(cell, max(self._index.age_by(cell, now), self._index.age_by(entry.cell, now)))
+        if (hits := self._index.hits(entry.cell)) and parent.record.kind == CHUNK:
+            self._index.add_hits(cell, hits)
         if parent.record.kind == CHUNK and self._index.counts(cell)[0] == 1:
             self._offer(self._rank(parent, now), parent)
 

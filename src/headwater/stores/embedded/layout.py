@@ -192,10 +192,10 @@ SPACE, ROOT, CHUNK = 1, 2, 3
 
 _FIXED = struct.Struct("<32sQQQQQQQIIIIIIHBBIII")
 # The same as sixteen 64-bit words, for scans over many records at once.
-ID_WORD, CREATED_WORD, TOKENS_WORD, KIND_WORD = 4, 9, 11, 14
+ID_WORD, PARENT_WORD, LENGTH_WORD, CREATED_WORD, TOKENS_WORD, NUMBER_WORD, KIND_WORD = 4, 5, 7, 9, 11, 12, 14
 PAYLOAD_SUM_AT, ENCODING_AT = 8 * 10, 115
 # Offsets inside the mutable cell. The word at 0 is (checksum of the fixed part, low bits replaced by the state).
-CHILDREN, PINNED, TAILS, REMAINING, MAGIC_AT = 8, 12, 16, 32, 56
+CHILDREN, PINNED, TAILS, REMAINING, HITS, MAGIC_AT = 8, 12, 16, 32, 40, 56
 NUM_TAILS = 8
 
 

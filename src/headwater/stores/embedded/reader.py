@@ -143,10 +143,13 @@ class Reader:
             refuse(entry.record.encoding, self._core.name)
         return known
 
-    def lease(self, root: RootRef, key: bytes) -> ChunkLease | None:
+    def lease(self, root: RootRef, key: bytes, *, is_hit: bool = False) -> ChunkLease | None:
         """Publish, then look again: an evictor marks, then looks at what is published."""
         entry = self._index.find(key)
-        return self.lease_entry(entry) if entry is not None and entry.state == COMPLETE else None
+        lease = self.lease_entry(entry) if entry is not None and entry.state == COMPLETE else None
+        if is_hit and entry is not None and lease is not None:
+            self._index.add_hits(entry.cell)  # leased, so that the cell stays this record's
+        return lease
 
     def lease_entry(self, entry: Entry) -> ChunkLease | None:
         """A lease on one particular record, if it is still the one under its key."""

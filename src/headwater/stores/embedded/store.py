@@ -44,6 +44,7 @@ from headwater.stores.embedded.layout import COMPLETE, PENDING, Word
 from headwater.stores.embedded.lender import Lender
 from headwater.stores.embedded.reader import ChunkLease, Reader
 from headwater.stores.embedded.source import ExtentSource
+from headwater.stores.embedded.survey import Surveyor
 from headwater.stores.embedded.ticket import Ticket, close_all
 from headwater.stores.embedded.writer import Writer
 from headwater.stores.events import EventKind, Follower
@@ -196,9 +197,9 @@ class EmbeddedStore:
         with self._open():
             return self._reader.borrow(root, chunk, shard)
 
-    def lease(self, root: RootRef, key: bytes) -> ChunkLease | None:
+    def lease(self, root: RootRef, key: bytes, *, is_hit: bool = False) -> ChunkLease | None:
         with self._open():
-            return self._reader.lease(root, key)
+            return self._reader.lease(root, key, is_hit=is_hit)
 
     # ---- administration -----------------------------------------------------------------------------------------
     def pin(self, root: RootRef, key: bytes, pinned: bool) -> Status:
@@ -259,6 +260,10 @@ class EmbeddedStore:
     def flush(self, timeout_s: float) -> bool:
         """Nothing to wait for: there is no slower tier."""
         return True
+
+    def surveyor(self) -> Surveyor:
+        """Whoever looks at the whole store again and again asks this one."""
+        return Surveyor(self._core, self._open)
 
     def say(self, tier: str, events: Sequence[tuple[EventKind, bytes, int, int]]) -> None:
         """Note in the events what happened in another tier: kinds, keys, numbers and tokens. Late or stuck is no

@@ -464,7 +464,7 @@ def _library() -> Any:
         from mooncake import store
     except ImportError as error:
         raise BackendError(
-            f"Mooncake's client cannot be loaded ({error}); pip install '/path/to/headwater[mooncake]', and on Debian "
+            f"Mooncake's client cannot be loaded ({error}); pip install 'headwater[mooncake]', and on Debian "
             "apt-get install libibverbs1 libnuma1 libcurl4"
         ) from error
     return store

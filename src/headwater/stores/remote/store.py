@@ -145,7 +145,7 @@ class RemoteStore:
     def touch(self, key: bytes) -> None:
         """Nothing: the backend sees reads by itself."""
 
-    def lease(self, root: RootRef, key: bytes) -> Lease | None:
+    def lease(self, root: RootRef, key: bytes, *, is_hit: bool = False) -> Lease | None:
         """See `stores.base.Store.lease`. The chunk's expiry begins anew; more cannot be promised."""
         return _NoLease() if self._keep(key, False) else None
 

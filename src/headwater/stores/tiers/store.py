@@ -300,11 +300,11 @@ class TieredStore:
         """See `stores.base.MappedStore.borrow`."""
         return self._front.borrow(root, chunk, shard)
 
-    def lease(self, root: RootRef, key: bytes) -> Lease | None:
+    def lease(self, root: RootRef, key: bytes, *, is_hit: bool = False) -> Lease | None:
         """See `stores.base.Store.lease`. Of what is further down, as much as that tier can promise."""
-        taken: Lease | None = self._front.lease(root, key)
+        taken: Lease | None = self._front.lease(root, key, is_hit=is_hit)
         for tier in self._tiers:
-            taken = taken or tier.store.lease(root, key)
+            taken = taken or tier.store.lease(root, key, is_hit=is_hit)
         return taken
 
     def pin(self, root: RootRef, key: bytes, pinned: bool) -> Status:

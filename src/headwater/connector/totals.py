@@ -1,0 +1,79 @@
+"""Adding up what several processes count, some of which begin anew and some of which end.
+
+Counters and histograms never go down, whoever ends. Gauges are those of the processes that are there now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from headwater.connector.metrics import BY_NAME, Values
+from headwater.connector.stats import Distribution
+
+Spread = dict[str, Distribution]
+"""Histograms by the metric's name."""
+
+
+class Totals:
+    """Sums over processes. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._counted: Values = {}
+        self._spread: Spread = {}
+        self._last: dict[str, tuple[Values, Spread]] = {}
+        """By process: what it said last."""
+
+    def add(self, process: str, values: Values, times: Mapping[str, Distribution]) -> None:
+        """Take what one process has counted since its start. A count that is lower than before has begun anew."""
+        old_values, old_times = self._last.get(process, ({}, {}))
+        for name, series in values.items():
+            if BY_NAME[name].kind == "counter":
+                mine, old = self._counted.setdefault(name, {}), old_values.get(name, {})
+                for tier, value in series.items():
+                    before = old.get(tier, 0.0)
+                    mine[tier] = mine.get(tier, 0.0) + (value - before if value >= before else value)
+        for name, now in times.items():
+            more = _since(now, old_times.get(name, Distribution()))
+            self._spread[name] = _plus(self._spread.get(name, Distribution()), more)
+        self._last[process] = {name: dict(series) for name, series in values.items()}, dict(times)
+
+    def end(self, process: str) -> None:
+        """A process has ended: what it counted stays, its gauges go."""
+        self._last.pop(process, None)
+
+    def keep_only(self, processes: Iterable[str]) -> None:
+        """All others have ended."""
+        for gone in self._last.keys() - set(processes):
+            self.end(gone)
+
+    @property
+    def values(self) -> Values:
+        """Counters of all processes that ever were, and gauges of those that are."""
+        found = {name: dict(series) for name, series in self._counted.items()}
+        said: dict[str, dict[str, list[float]]] = {}
+        for values, _ in self._last.values():
+            for name, series in values.items():
+                if BY_NAME[name].kind == "gauge":
+                    for tier, value in series.items():
+                        said.setdefault(name, {}).setdefault(tier, []).append(value)
+        for name, by_tier in said.items():
+            found[name] = {tier: BY_NAME[name].combine(numbers) for tier, numbers in by_tier.items()}
+        return found
+
+    @property
+    def times(self) -> Spread:
+        """Histograms of all processes that ever were."""
+        return dict(self._spread)
+
+
+def _since(now: Distribution, old: Distribution) -> Distribution:
+    if len(old.counts) != len(now.counts) or any(n < o for n, o in zip(now.counts, old.counts, strict=True)):
+        return now
+    counts = tuple(n - o for n, o in zip(now.counts, old.counts, strict=True))
+    return Distribution(counts, max(0.0, now.sum - old.sum))
+
+
+def _plus(one: Distribution, other: Distribution) -> Distribution:
+    if not one.counts or not other.counts:
+        return other if not one.counts else one
+    return Distribution(tuple(map(sum, zip(one.counts, other.counts, strict=True))), one.sum + other.sum)
