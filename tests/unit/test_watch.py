@@ -34,7 +34,7 @@ from headwater.pool import Pool, Space, open_pool
 from headwater.stores.embedded import store_directory
 from headwater.stores.events import Event, EventKind
 from headwater.stores.url import parse_url
-from headwater.watch import History, Look, Watcher
+from headwater.watch import Look, PoolHistory, Watcher
 from headwater.watch import watcher as watcher_module
 from headwater.watch.activity import MAX_ENTRIES, Activity
 
@@ -239,7 +239,7 @@ def made_look(time_s: float, **changes: Any) -> Look:
 
 
 def test_rates_are_of_the_last_seconds() -> None:
-    history = History(max_points=20)
+    history = PoolHistory(max_points=20)
     assert history.add(made_look(100.0))["hit_rate"] is None
     point = history.add(made_look(102.0, asked_tokens=100.0, matched_tokens=50.0, loaded_bytes=4096.0, evicted=8))
     assert (point["hit_rate"], point["out_bytes_s"], point["in_bytes_s"], point["evicted_s"]) == (0.5, 2048.0, 0.0, 4.0)
@@ -258,7 +258,7 @@ def tier(hits: float, misses: float) -> dict[str, Any]:
 
 
 def test_each_tier_has_a_rate() -> None:
-    history = History()
+    history = PoolHistory()
     history.add(made_look(100.0, tiers=[tier(10, 10)]))
     point = history.add(made_look(101.0, tiers=[tier(13, 11)]))
     assert point["tier_rates"] == {"redis://cache:6379": 0.75}
@@ -279,7 +279,7 @@ def test_the_screen_fits(width: int, height: int, num_rows: int, num_tiers: int)
     events = [{**ENTRY, "kind": kind} for kind in ALL_KINDS for _ in range(num_rows)]
     sizes: dict[str, Any] = {"used_bytes": 3 << 40, "data_bytes": 4 << 40, "chunks": 10**7, "evicted": 10**9}
     look = made_look(1e9, prefixes=[PREFIX] * num_rows, events=events, tiers=[tier(1e6, 1e6)] * num_tiers, **sizes)
-    history = History()
+    history = PoolHistory()
     for number in range(300):
         history.add({**look, "time_s": 1e9 + number})
     out = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)

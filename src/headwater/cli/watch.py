@@ -15,7 +15,7 @@ from headwater.cli.watch_screen import draw_block, draw_screen
 from headwater.errors import UrlError
 from headwater.stores.config import find_pool
 from headwater.stores.url import DEFAULT_URL
-from headwater.watch import History, Watcher
+from headwater.watch import PoolHistory, Watcher
 
 _POLL_S = 0.2
 """How soon a key and a new size of the window are noticed."""
@@ -30,7 +30,7 @@ def watch_pool(url: str | None, interval_s: float, seconds: float | None, as_jso
         raise UrlError(
             f"{target} is private to the process that made it; only pools that others can open can be watched"
         )
-    watcher, history = Watcher(target), History()
+    watcher, history = Watcher(target), PoolHistory()
     end = None if seconds is None else time.monotonic() + seconds
     try:
         if as_json:
@@ -43,7 +43,7 @@ def watch_pool(url: str | None, interval_s: float, seconds: float | None, as_jso
         watcher.close()
 
 
-def _looks(watcher: Watcher, history: History, interval_s: float, end: float | None) -> Iterator[dict[str, Any]]:
+def _looks(watcher: Watcher, history: PoolHistory, interval_s: float, end: float | None) -> Iterator[dict[str, Any]]:
     """Looks with `rates`, one after another; of events only those that are new."""
     seen = 0
     while True:
@@ -58,19 +58,19 @@ def _looks(watcher: Watcher, history: History, interval_s: float, end: float | N
         time.sleep(max(0.0, left))
 
 
-def _print_json(watcher: Watcher, history: History, interval_s: float, end: float | None) -> None:
+def _print_json(watcher: Watcher, history: PoolHistory, interval_s: float, end: float | None) -> None:
     for look in _looks(watcher, history, interval_s, end):
         print(json.dumps(look), flush=True)
 
 
-def _print_blocks(watcher: Watcher, history: History, interval_s: float, end: float | None) -> None:
+def _print_blocks(watcher: Watcher, history: PoolHistory, interval_s: float, end: float | None) -> None:
     out = console()
     for look in _looks(watcher, history, interval_s, end):
         out.print(draw_block(look, history.points, out.width))
         sys.stdout.flush()
 
 
-def _show_screen(watcher: Watcher, history: History, interval_s: float, end: float | None) -> None:
+def _show_screen(watcher: Watcher, history: PoolHistory, interval_s: float, end: float | None) -> None:
     from rich.live import Live
 
     out = console()

@@ -19,7 +19,7 @@ _UINT8 = np.dtype(np.uint8)
 class RawBuffer:
     """Memory by address, for callers without arrays: tile (l, h) lies at `address + l*layer_stride + h*head_stride`.
 
-    Strides default to tiles lying one after another. Nobody checks that the memory exists: a wrong address crashes.
+    Strides default to tiles lying one after another. The address is not checked, and a wrong one crashes the process.
     """
 
     address: int

@@ -30,7 +30,7 @@ class Match:
 
 
 class RequestLease:
-    """A lease that belongs to a request. Release it, use it in a `with`, or die: each ends it, and twice is once."""
+    """A lease that belongs to a request. It ends by `release`, with the `with` block, or with the process."""
 
     def __init__(self, match: Match, release: Callable[[], None], held: bool) -> None:
         self.match = match

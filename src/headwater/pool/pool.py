@@ -75,7 +75,8 @@ class Pool:
     def clear(
         self, *, space: Space | None = None, tenant: bytes | None = None, progress: Progress | None = None
     ) -> int:
-        """Forget one space, one tenant, one tenant in one space, or (with neither) everything. Chunks removed."""
+        """Remove one space, one tenant, one tenant in one space, or (with neither) everything. Returns the number of
+        chunks removed."""
         if space is None and tenant is None:
             return self._store.clear(None, progress)
         wanted = None if space is None else json.loads(space.ref.payload)
@@ -102,7 +103,7 @@ class Pool:
 
     @property
     def first_tier(self) -> Store:
-        """The tier that chunks are written to: what this host serves to others, who have slower tiers of their own."""
+        """The tier that chunks are written to, and the only one that this host serves to other hosts."""
         return self._store.first
 
     @property
@@ -122,7 +123,7 @@ class Pool:
         return PoolStats(self._store.stats(), counts)
 
     def tiers(self) -> tuple[TierStats, ...]:
-        """What this process did with each tier; empty where there is one only. Asks no server."""
+        """What this process did with each tier; empty if there is only one. Asks no server."""
         return self._store.tiers()
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
@@ -135,7 +136,7 @@ class Pool:
         return self._store.follow(since)
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until slower tiers have what the first one has now; False where they do not in time."""
+        """Wait until the lower tiers have what the first one has now; False if that takes too long."""
         return self._store.flush(timeout_s)
 
     def count(self, **amounts: int) -> None:
@@ -144,7 +145,7 @@ class Pool:
             self._counts.update(amounts)
 
     def close(self) -> None:
-        """Let go of the store. Idempotent."""
+        """Close the store. Idempotent."""
         self._store.close()
 
     def __enter__(self) -> Pool:
@@ -158,7 +159,7 @@ class Pool:
 
 def open_pool(url: str = DEFAULT_URL, *, group: int | None = None, create: bool = True) -> Pool:
     """Open the pool at `url` (or at several, separated by commas, fastest first; or one that the configuration names),
-    and make it where there is none (unless `create` is False).
+    and create it if there is none (unless `create` is False).
 
     Processes of one server that write parts of the same chunks must pass the same `group` (any random non-zero
     63-bit number they agree on); without it, each process is a server of its own.

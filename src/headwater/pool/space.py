@@ -110,7 +110,7 @@ class Space:
     def keys(
         self, tokens: Tokens = (), *, tenant: bytes = b"", adapter: bytes = b"", extras: Sequence[Extra] = ()
     ) -> ChunkKeys:
-        """The chunk keys of a prompt. Extend the result as the prompt grows; only what is new is hashed."""
+        """The chunk keys of a prompt. Extend the result as the prompt grows: only new tokens are hashed."""
         return ChunkKeys(self.root(tenant=tenant, adapter=adapter).key, self.chunk_tokens, tokens, extras)
 
     # ---- finding ------------------------------------------------------------------------------------------------
@@ -139,13 +139,13 @@ class Space:
         return self._store.exists(self._any_root, chunks)
 
     def being_filled(self, chunks: Sequence[ChunkRef]) -> list[bool]:
-        """Whether somebody who is alive has begun to write each chunk, and it is not complete."""
+        """Whether a living process is writing each chunk, which is not complete yet."""
         return self._store.being_filled([chunk.key for chunk in chunks])
 
     def lease(self, match: Match, request_id: str, *, is_hit: bool = True) -> RequestLease:
-        """Keep a match from eviction until released. One lease per request: taking it twice is once, and a deeper
-        match replaces a shallower one. A request that had none counts as a hit of the deepest chunk, unless `is_hit` is
-        False: nothing is to be loaded."""
+        """Keep a match from eviction until released. One lease per request: taking it again changes nothing, and a
+        deeper match replaces a shallower one. The first lease of a request counts as a hit of the deepest chunk, unless
+        `is_hit` is False because nothing will be loaded."""
         groups = [chunks for chunks in match.groups if chunks]
         with self._lock:
             is_hit = is_hit and request_id not in self._own_leases()
@@ -189,7 +189,7 @@ class Space:
         deadline_s: float | None = None,
         keep: bool = True,
     ) -> list[Status]:
-        """Bring this shard's tiles of each chunk into the caller's memory, verified there.
+        """Copy this shard's tiles of each chunk into the caller's memory and verify them there.
 
         One buffer a chunk (`empty` makes them), or, where all chunks have the same number of tokens, one array for
         all: uint8 of shape (chunks, layers, heads, bytes), each tile contiguous, which is the fastest way to bring
@@ -241,14 +241,14 @@ class Space:
         before: range | None = None,
         deadline_s: float | None = None,
     ) -> list[Status]:
-        """Store this shard's tiles of each chunk: those that this rank is the one of its replicas to write.
+        """Store this shard's tiles of each chunk. Ranks that hold the same tiles divide them: each writes its share.
 
         Give parents before children. OK means that this rank's part is in; the chunk can be found when the last
         rank's is. Until then its bytes are pending, and pending bytes take at most a quarter of the store: ranks that
         are far ahead of their slowest peer meet FULL.
 
-        Who writes a chunk in several groups of layers says from the second on which layers were written `before`, and
-        gets LOST where the chunk was cleared or given up since: it could not be complete any more.
+        A chunk may be written in several groups of layers. From the second group on, pass the layers that were written
+        `before`; the status is LOST if the chunk was cleared or aborted since, because it cannot become complete.
         """
         if len(tiles) != len(chunks):
             raise BufferMismatchError(f"{len(tiles)} buffers were given for {len(chunks)} chunks")
@@ -288,12 +288,12 @@ class Space:
 
     @property
     def has_lower_tiers(self) -> bool:
-        """Whether chunks may be found further down than where they are lent."""
+        """Whether there are lower tiers in which chunks may be found."""
         return self._store.has_lower_tiers
 
     def fetch(self, chunks: Sequence[ChunkRef], *, deadline_s: float) -> Fetch | None:
-        """Begin to bring consecutive chunks of one chain from lower tiers into the first one; None where there is
-        nothing to do. Whoever asks must `release` the result when the chunks were loaded, or are not wanted any more.
+        """Begin to bring consecutive chunks of one chain from lower tiers into the first one; None if there is nothing
+        to do. The caller must `release` the result when the chunks are loaded or no longer needed.
 
         Costs a few microseconds a chunk where the first tier has them all. Does not wait."""
         return self._store.fetch(self._root_of(chunks[0].root), chunks, deadline_s) if chunks else None
@@ -315,12 +315,12 @@ class Space:
         return list(mapped.reserve(self._root_of(chunks[0].root), chunks, shard.split, deadline_s))
 
     def places(self, extents: Sequence[Reservation]) -> list[Place | None]:
-        """Where some reserved extents lie; None where there is none (any more)."""
+        """The addresses of some reserved extents; None for a reservation that has ended."""
         return self._in_place("write").places(extents)
 
     def noted(self, extents: Sequence[Reservation], shard: Shard) -> list[int]:
-        """How many of this shard's tiles are already in each of some reserved extents. Who finds any must leave them
-        alone: the same prompt may have been computed twice, and the two results may differ in the last bit."""
+        """How many of this shard's tiles are already in each of some reserved extents. Do not write those
+        again: the same prompt may have been computed twice, and the two results may differ in the last bit."""
         return self._in_place("write").noted(extents, shard.layers, shard.heads, shard.part) if extents else []
 
     def commit(self, filled: Sequence[Filled], *, deadline_s: float | None = None) -> list[Status]:
@@ -351,35 +351,35 @@ class Space:
         self._in_place("write").close_all(extents)
 
     def abort(self, chunks: Sequence[ChunkRef]) -> int:
-        """Give up chunks that this rank's group is writing, so that their room is free at once; how many those were.
+        """Abort chunks that this rank's group is writing, so that their room is free at once. Returns how many.
 
-        Of what another server writes, and of what is complete, nothing changes. A rank that has not begun a chunk yet
-        may still do so: what its peers have given up before then expires.
+        Chunks that another server writes, and complete ones, do not change. A rank that has not begun a chunk yet may
+        still do so; such a chunk expires.
         """
         return self._store.abandon([chunk.key for chunk in chunks]) if chunks else 0
 
     def tidy(self) -> None:
-        """Free at once what was taken away while somebody had it open, and nobody has any more (mapped stores only)."""
+        """Free extents in limbo that no process has open any more (mapped stores only)."""
         self._in_place("write").remove(self._any_root, [])
 
     def lend(self, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
         """Where consecutive chunks of one chain are stored, under one lease (mapped stores only). Chunks that are not
         complete yet are among them if all tiles of this shard are in.
 
-        They are NOT verified: whoever copies them (to a device, say) must compare the copy's checksums with `sums`
-        before it is used, and give what failed to `read`, which judges and counts the damage.
+        They are NOT verified. A caller that copies them (to a device, say) must compare the copy's checksums with
+        `sums` before use, and pass those that fail to `read`, which judges and counts the damage.
         """
         for chunk in chunks:
             self._shape(chunk, shard)
         return self._in_place("read").lend(self._any_root, chunks, shard)
 
     def arrived(self, chunks: Sequence[ChunkRef], shard: Shard) -> list[Arrived]:
-        """How far chunks have come that somebody may be filling now: another process, a peer's receiver, a fetch from a
-        lower tier (mapped stores only). A few microseconds a chunk; takes no lock and holds nothing."""
+        """How far chunks are that may still be filled, by another process, a peer's receiver or a fetch from a lower
+        tier (mapped stores only). A few microseconds a chunk; takes no lock and holds nothing."""
         return self._in_place("read").arrived(chunks, shard, self.spec)
 
     def note_taken(self, num_pieces: int, num_bytes: int) -> None:
-        """Count what was copied out of a loan and found right, as `read` counts what it brings."""
+        """Count tiles that were copied out of a loan and verified, as `read` counts its own."""
         self._tally("read", num_bytes, [Status.OK] * num_pieces)
 
     @property
@@ -399,13 +399,13 @@ class Space:
 
     @property
     def lookup_s(self) -> float:
-        """How long `match`, `exists`, `lease` and `release` may take; 0 where they read memory of this host and wait
-        for nobody."""
+        """How long `match`, `exists`, `lease` and `release` may take; 0 if they only read
+        memory of this host and never wait."""
         return self._store.lookup_s
 
     @contextmanager
     def borrow(self, chunk: ChunkRef, shard: Shard) -> Iterator[Tiles | None]:
-        """A verified, read-only view of stored tiles, valid inside the `with`; None where there is nothing to see."""
+        """A verified, read-only view of stored tiles, valid inside the `with`; None if there are none."""
         outcome = self._in_place("read").borrow(self._any_root, chunk, shard)
         if isinstance(outcome, Status):
             yield None
@@ -418,11 +418,11 @@ class Space:
 
     # ---- keeping ------------------------------------------------------------------------------------------------
     def pin(self, match: Match) -> bool:
-        """Keep a match from eviction until `unpin`, across processes and restarts; False where it is gone."""
+        """Keep a match from eviction until `unpin`, across processes and restarts; False if it is gone."""
         return self._pin(match, True)
 
     def unpin(self, match: Match) -> bool:
-        """Let a match be evicted again. Idempotent; False where it is gone."""
+        """Let a match be evicted again. Idempotent; False if it is gone."""
         return self._pin(match, False)
 
     def _pin(self, match: Match, pinned: bool) -> bool:

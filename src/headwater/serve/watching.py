@@ -23,7 +23,7 @@ from starlette.routing import Route
 from headwater import __version__
 from headwater.errors import RequestError
 from headwater.serve.messages import Stats
-from headwater.watch import History, Watcher
+from headwater.watch import PoolHistory, Watcher
 
 PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -54,7 +54,7 @@ class Watching:
         self._watcher = Watcher(pool, own=lambda: (stats().pool, stats().pool_times))
         self._model = model
         self._stats = stats
-        self._history = History()
+        self._history = PoolHistory()
         self._session = secrets.token_hex(8)
         self._look: dict[str, Any] = {}
         self._looked_at = float("-inf")

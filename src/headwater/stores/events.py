@@ -1,8 +1,8 @@
-"""What happened to the chunks of a pool, in order, for whoever wants to follow: routers, other tiers, people.
+"""What happened to the chunks of a pool, in order, for followers: routers, other tiers, people.
 
 A ring of fixed slots in a small mapped file. Writers append under the store's own lock; followers of any process read
-without one. Who falls behind by more than the ring holds is told so, and looks at the pool itself instead. Nothing here
-knows what a chunk is.
+without one. A follower that is further behind than the ring is long receives LOST and must rescan the pool. Nothing
+here knows what a chunk is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EventKind(IntEnum):
 
 
 class Event(NamedTuple):
-    """One entry. Of LOST only the sequence says something: the next one that can be had."""
+    """One entry. Of LOST only the sequence counts: the next event that can be read."""
 
     sequence: int
     kind: EventKind
@@ -110,7 +110,7 @@ class EventRing:
 
 
 class Follower:
-    """A place in a ring. Not thread-safe; any number of them may follow one ring."""
+    """A position in a ring. Not thread-safe; any number of them may follow one ring."""
 
     def __init__(self, ring: EventRing, since: int | None = None) -> None:
         self._ring = ring

@@ -21,7 +21,7 @@ Describe = Callable[[bytes], tuple[dict[str, Any], int] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class ActivityEntry:
     """One line of the list."""
 
     sequence: int
@@ -45,11 +45,11 @@ class Activity:
     """The newest entries. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
+        self._entries: deque[ActivityEntry] = deque(maxlen=MAX_ENTRIES)
         self._sequence = 0
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[ActivityEntry]:
         """Oldest first."""
         return list(self._entries)
 
@@ -57,7 +57,7 @@ class Activity:
         """Note one entry."""
         self._sequence += 1
         when = time.time() if time_s is None else time_s
-        self._entries.append(Entry(sequence=self._sequence, time_s=when, kind=kind, **fields))
+        self._entries.append(ActivityEntry(sequence=self._sequence, time_s=when, kind=kind, **fields))
 
     def add_hits(self, hits: Iterable[HitInfo]) -> None:
         """Prefixes that requests have begun to load."""

@@ -13,7 +13,7 @@ WINDOW_S = 30.0
 """A hit rate is that of the last so many seconds: single looks have few requests."""
 
 
-class History:
+class PoolHistory:
     """The newest points. Each has a number, so that a page can ask for those it has not seen. Not thread-safe."""
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
