@@ -23,7 +23,8 @@ TEXTS = sorted(
 def links(text: str) -> list[str]:
     """Targets of Markdown links and images, outside of code."""
     prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
-    return re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r"""\b(?:src|href)=["']([^"']+)""", prose)
+    named = re.findall(r"^\[[^\]]+\]: *(\S+)", prose, flags=re.MULTILINE)
+    return named + re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r"""\b(?:src|href)=["']([^"']+)""", prose)
 
 
 def test_the_readme_links_work_outside_of_the_repository() -> None:

@@ -142,7 +142,7 @@ def test_a_put_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatc
         frame, data = data_frame(here, chunks[0], shard)
         assert ask(connection, frame, data) == [Status.OK]
 
-        def fail(*_: Any) -> Any:
+        def fail(*_: Any, **__: Any) -> Any:
             raise PeerError("no lease to be had")
 
         monkeypatch.setattr(Space, "lease", fail)
@@ -158,7 +158,7 @@ def test_a_reservation_that_cannot_be_used_is_given_back(step: str, monkeypatch:
         here, there = open_space(one), open_space(other)
         connection = call(receiver, here)
 
-        def fail(*_: Any) -> Any:
+        def fail(*_: Any, **__: Any) -> Any:
             raise PeerError("the pool does not answer")
 
         monkeypatch.setattr(Space, step, fail)

@@ -71,7 +71,12 @@ def run(args: Sequence[str]) -> int:
 def _usage_exit(error: Exception, args: Sequence[str]) -> int | None:
     """Show what is wrong with a command line, as Typer does but without passwords in it, and return the exit code; None
     for other exceptions."""
+    import logging
+
     import typer
+
+    from headwater.cli.output import one_line
+    from headwater.logs import is_json, note
 
     if isinstance(error, typer.Abort):
         print("Aborted.", file=sys.stderr, flush=True)
@@ -81,7 +86,10 @@ def _usage_exit(error: Exception, args: Sequence[str]) -> int | None:
         return None
     if type(error).__name__ != "NoArgsIsHelpError":  # that is the help of a group of commands, in columns
         error.message = _without_key(redact_words(getattr(error, "message", ""), args), args)  # type: ignore[attr-defined]
-    error.show()  # type: ignore[attr-defined]
+    if is_json():
+        note(one_line(error.format_message()), logging.ERROR)
+    else:
+        error.show()  # type: ignore[attr-defined]
     return int(error.exit_code)
 
 

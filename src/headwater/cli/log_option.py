@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from headwater.cli.usage import reading_options
 from headwater.logs import LOG_FORMAT_VARIABLE, LOG_FORMATS, set_up_logs
 
 _PROCESSES = {"serve": "server", "receive": "receiver"}
@@ -19,7 +20,8 @@ _TEXT = dict.fromkeys(("proxy", "router", "exporter"), "%(levelname)s %(message)
 def _set_up(context: typer.Context, chosen: str) -> str:
     if not context.resilient_parsing:  # which is completion, and runs nothing
         name = context.info_name or ""
-        set_up_logs(_PROCESSES.get(name, name), chosen, text=_TEXT.get(name))
+        with reading_options():
+            set_up_logs(_PROCESSES.get(name, name), chosen, text=_TEXT.get(name))
     return chosen
 
 
