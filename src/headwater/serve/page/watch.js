@@ -241,7 +241,7 @@ function sentence(e) {
 function drawActivity(fresh) {
   const list = $("activity");
   if (!state.entries.length) {
-    list.replaceChildren(make("li", { class: "none" }, "Loads and saves show up here as they happen."));
+    list.replaceChildren(make("li", { class: "none" }, state.quiet));
     return;
   }
   list.querySelector(".none")?.remove();
@@ -281,6 +281,8 @@ function show(answer) {
     $("notice").children[1].textContent = text || look.pool.why;
   }
   for (const id of ["tiles", "charts", "lists"]) $(id).hidden = !has;
+  for (const id of ["prefixes-card", "holders-card"]) $(id).hidden = answer.hides_prefixes;
+  state.quiet = answer.hides_prefixes ? "Single prefixes are not shown: each request to this server needs a salt of its own." : "Loads and saves show up here as they happen.";
   if (has) { drawTiles(look); drawCharts(); drawTables(look); drawActivity(fresh); }
 }
 function status(text, kind = "") {
