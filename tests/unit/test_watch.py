@@ -120,6 +120,13 @@ def test_a_pool_that_is_not_there_comes_goes_and_comes_again(url: str) -> None:
     with open_pool(url):
         look = watcher.look()
         assert (look["pool"]["state"], look["store"]["chunks"], look["pool"]["generation"]) == ("open", 0, 2)
+        write(space_of(pool := open_pool(url)), list(range(16)))
+        pool.close()
+        assert watcher.look()["store"]["chunks"] == 1
+    shutil.rmtree(store_directory(parse_url(url)))
+    with open_pool(url):  # between two looks
+        look = watcher.look()
+        assert (look["store"]["chunks"], look["prefixes"], look["pool"]["generation"]) == (0, [], 3)
     watcher.close()
 
 
