@@ -225,9 +225,9 @@ function drawTables(look) {
 }
 
 // ---- activity -------------------------------------------------------------------------------------------------------
-const WORDS = { saved: "save", hit: "hit", removed: "evict", cleared: "clear", lost: "gap", attached: "join", left: "leave", breaker: "breaker" };
+const WORDS = { saved: "save", hit: "hit", removed: "remove", cleared: "clear", lost: "gap", attached: "join", left: "leave", breaker: "breaker" };
 function sentence(e) {
-  const who = [e.model, e.tenant && `tenant ${e.tenant}`].filter(Boolean).join(", "), of = who ? ` · ${who}` : "";
+  const who = [e.model, e.tenant && `tenant ${e.tenant.slice(0, 8)}`].filter(Boolean).join(", "), of = who ? ` · ${who}` : "";
   switch (e.kind) {
     case "saved": return `${number(e.num_tokens)} tokens${e.num_bytes ? `, ${size(e.num_bytes)}` : ""}${e.tier && state.look.pool.urls.length > 1 ? `, ${e.tier}` : ""}${of}`;
     case "hit": return `${number(e.num_tokens)} tokens loaded${e.count > 1 ? ` by ${number(e.count)} requests` : ""}${of}`;
