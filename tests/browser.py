@@ -128,7 +128,9 @@ def browser() -> Iterator[Page]:
             port = int(page_file.read_text().split("\n")[0])
             with urlopen(f"http://127.0.0.1:{port}/json/list", timeout=ANSWER_S) as reply:
                 (target,) = [found for found in json.load(reply) if found["type"] == "page"]
-            with connect(target["webSocketDebuggerUrl"], max_size=1 << 26, open_timeout=ANSWER_S) as socket:
+            with connect(
+                target["webSocketDebuggerUrl"], max_size=1 << 26, open_timeout=ANSWER_S, ping_interval=None
+            ) as socket:
                 yield Page(socket)
         finally:
             process.terminate()

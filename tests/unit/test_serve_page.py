@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,17 @@ import pytest
 pytest.importorskip("msgspec")
 pytest.importorskip("starlette")
 
+from headwater.kv.topology import whole_shard
+from headwater.pool import open_pool
+from headwater.pool.tenants import tenant_tag
 from headwater.serve.app import AppConfig, create_app
 from headwater.serve.messages import Stats
 from headwater.serve.watching import PAGE_FILES, Watching
 from serve_rig import Rig, with_rig
 
+from support import gqa, identity, local_tiles, temporary_url
+
+SPEC = gqa(layers=2, heads=2, dim=8)
 PAGE = files("headwater.serve").joinpath("page")
 
 
@@ -126,6 +133,28 @@ def test_history_is_given_once_and_garbage_is_no_number() -> None:
             assert [point["number"] for point in answer["points"]] == [1], query
         watching.close()
         watching.close()
+
+    with_rig(test)
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_where_every_client_has_a_salt_none_sees_what_others_do(hides: bool, tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        with temporary_url("shm", tmp_path, "capacity=8MiB") as url, open_pool(url) as pool:
+            watching = Watching(url, "m", Stats, hides_prefixes=hides)
+            app = app_of(rig, watching=watching)
+            await get(app, "/watch.json", host="localhost")
+            space = pool.space(identity(), SPEC, chunk_tokens=16)
+            chunks = space.keys(range(32), tenant=b"acme").chunks()
+            space.write(chunks, whole_shard(SPEC), [local_tiles(SPEC, chunk, whole_shard(SPEC)) for chunk in chunks])
+            watching._looked_at = watching._watcher._surveyed_at = float("-inf")
+            reply = await get(app, "/watch.json", host="localhost")
+            look, tenant = json.loads(reply.body)["look"], tenant_tag(b"acme").encode()
+            assert look["store"]["chunks"] == 2
+            assert [bool(look[name]) for name in ("prefixes", "holders", "events")] == [not hides] * 3
+            assert (tenant in reply.body) == (not hides)
+            watching._watcher.close()
+            watching.close()
 
     with_rig(test)
 

@@ -137,6 +137,23 @@ def test_noise_over_the_index_is_survived(pool: Pool) -> None:
         assert all(len(prefix.key) == 32 for prefix in seen.prefixes(5))
 
 
+def test_records_that_name_each_other_as_parent_are_no_end_of_the_world(pool: Pool) -> None:
+    """Three in a circle, which no writer makes: whoever follows parents would never come to a root."""
+    space = space_of(pool)
+    write(space, [7] * 8)
+    for number in range(3):
+        write(space, [number] * 8)
+    index = pool.first_tier._core.index  # type: ignore[attr-defined]
+    entries = [index.find(space.keys([number] * 8).chunks()[1].key) for number in range(3)]
+    for entry, parent in zip(entries, [*entries[1:], entries[0]], strict=True):
+        words = index.state_words[entry.cell * 8 + 8 : entry.cell * 8 + 24]
+        words[5] = parent.record.id
+        words[11] = words[11] >> 32 << 32 | parent.cell
+    seen = surveyor(pool)
+    assert seen.num_chunks == 8 - 3
+    assert {prefix.num_tokens for prefix in seen.prefixes(10)} == {4, 8}
+
+
 # ---- against a slow walk ----------------------------------------------------------------------------------------
 def reference(chunks: list[ChunkInfo], parents: dict[bytes, bytes]) -> set[tuple[object, ...]]:
     """The same stretches, by going through all chunks one by one."""

@@ -37,6 +37,7 @@ from headwater.stores.url import parse_url
 from headwater.watch import Look, PoolHistory, Watcher
 from headwater.watch import watcher as watcher_module
 from headwater.watch.activity import MAX_ENTRIES, Activity
+from headwater.watch.processes import Processes
 
 from support import gqa, local_tiles, temporary_url, wait_until
 
@@ -120,6 +121,13 @@ def test_a_pool_that_is_not_there_comes_goes_and_comes_again(url: str) -> None:
     with open_pool(url):
         look = watcher.look()
         assert (look["pool"]["state"], look["store"]["chunks"], look["pool"]["generation"]) == ("open", 0, 2)
+        write(space_of(pool := open_pool(url)), list(range(16)))
+        pool.close()
+        assert watcher.look()["store"]["chunks"] == 1
+    shutil.rmtree(store_directory(parse_url(url)))
+    with open_pool(url):  # between two looks
+        look = watcher.look()
+        assert (look["store"]["chunks"], look["prefixes"], look["pool"]["generation"]) == (0, [], 3)
     watcher.close()
 
 
@@ -168,6 +176,45 @@ def test_processes_come_and_go_and_their_sums_stay(url: str) -> None:
         assert kinds(look) == ["attached", "left"]
         assert (look["totals"]["asked_tokens"], look["totals"]["matched_tokens"]) == (100, 60)
         watcher.close()
+
+
+def test_tiers_are_those_that_engines_publish(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher_module, "SHARE", 0)
+    with temporary_url("file", tmp_path, "capacity=8MiB") as below, open_pool(f"{url},{below}") as pool:
+        names = [text.partition("?")[0] for text in (url, below)]
+        publisher = Publisher(pool, engine="vllm", model="toy")
+        publisher.add("rank 0", lambda: figures(TransferStats(), Source.WORKER))
+        space, watcher = space_of(pool), Watcher(f"{url},{below}")
+        assert [tier["name"] for tier in watcher.look()["tiers"]] == names
+        write(space, list(range(48)))
+        assert pool.flush()
+        chunks = space.match(space.keys(range(48))).chunks
+        with open_pool(url) as first:
+            first.clear()
+        statuses = space.read(chunks, SHARD, [space.empty(chunk, SHARD) for chunk in chunks], keep=False)
+        assert {status.name for status in statuses} == {"OK"}
+        publisher.flush()
+        look = watcher.look()
+        front, back = look["tiers"]
+        assert (front["name"], back["name"]) == tuple(names)
+        assert back["hits"] >= 1
+        assert back["stored"] == 3
+        assert not back["is_breaker_open"]
+        history = History()
+        history.add(look)
+        out = Console(file=io.StringIO(), width=200)
+        out.print(draw_screen(look, history.points, 200, 40))
+        assert names[1] in out.file.getvalue()  # type: ignore[attr-defined]
+        publisher.close()
+        watcher.close()
+
+
+def test_an_open_breaker_is_told(url: str) -> None:
+    activity, processes = Activity(), Processes()
+    for is_open in (0.0, 1.0, 1.0, 0.0):
+        values = {"headwater_tier_breaker_open": {"redis://cache:6379": is_open}}
+        processes.look(None, (values, {}), activity)
+    assert [(entry.kind, entry.text) for entry in activity.entries] == [("breaker", "opened"), ("breaker", "closed")]
 
 
 def test_the_index_is_not_looked_through_all_the_time(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ WIDE = 110
 _BARS = "▁▂▃▄▅▆▇█"
 _BLOCK_ROWS = 5
 _STYLES = {"hit": "green", "saved": "blue", "removed": "yellow", "cleared": "yellow", "lost": "red", "breaker": "red"}
-_WORDS = {"saved": "save", "removed": "evict", "cleared": "clear", "lost": "gap", "attached": "join", "left": "leave"}
+_WORDS = {"saved": "save", "removed": "remove", "cleared": "clear", "lost": "gap", "attached": "join", "left": "leave"}
 _WAITING = {
     "absent": "There is no pool here yet. Waiting for one: any engine that uses it makes it.",
     "unreadable": "The pool cannot be read. Trying again.",

@@ -108,7 +108,8 @@ async def _serve(
     metrics = ServerMetrics(lambda: client.stats, facts, lambda: client.silent_s, peers)
     limit = client.ready.max_num_seqs + config.max_waiting
     generator = Generator(client, tokenizer, metrics, max_sequences=limit)
-    watching = Watching(config.engine.pool, model, lambda: client.stats)
+    hides = config.requires_cache_salt
+    watching = Watching(config.engine.pool, model, lambda: client.stats, hides_prefixes=hides)
     server = _make_server(config, generator, certificate, peers, watching)
     # What is there now stays: a full collection that looked at all of transformers would take some 200 ms each time.
     gc.collect()

@@ -43,14 +43,19 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_OF_PREFIXES = ("saved", "hit", "removed")
 _OWN_PAGES = ("same-origin", "none")
 """What a browser says of a request that its own page, or its user, has sent."""
 
 
 class Watching:
-    """The page of one server. `pool` None: it has none."""
+    """The page of one server. `pool` None: it has none. With `hides_prefixes` it shows sums only: where each client has
+    a salt of its own, none of them shall see what the others do."""
 
-    def __init__(self, pool: str | None, model: str, stats: Callable[[], Stats]) -> None:
+    def __init__(
+        self, pool: str | None, model: str, stats: Callable[[], Stats], *, hides_prefixes: bool = False
+    ) -> None:
+        self._hides_prefixes = hides_prefixes
         self._watcher = Watcher(pool, own=lambda: (stats().pool, stats().pool_times))
         self._model = model
         self._stats = stats
@@ -85,7 +90,11 @@ class Watching:
         query = request.query_params
         is_known = query.get("session") == self._session
         since, event = (_count(query, name) if is_known else 0 for name in ("since", "event"))
-        look, stats = self._look, self._stats()
+        stats = self._stats()
+        events = [entry for entry in self._look["events"] if entry["sequence"] > event]
+        look = {**self._look, "events": events}
+        if self._hides_prefixes:
+            look |= {"prefixes": [], "holders": [], "events": [e for e in events if e["kind"] not in _OF_PREFIXES]}
         answer = {
             "session": self._session,
             "server": {
@@ -94,7 +103,8 @@ class Watching:
                 "running": stats.num_running,
                 "waiting": stats.num_waiting,
             },
-            "look": {**look, "events": [entry for entry in look["events"] if entry["sequence"] > event]},
+            "hides_prefixes": self._hides_prefixes,
+            "look": look,
             "points": self._history.since(since),
         }
         return Response(msgspec.json.encode(answer), headers={**_SAFE, "content-type": "application/json"})

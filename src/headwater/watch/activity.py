@@ -14,6 +14,8 @@ from headwater.stores.stats import HitInfo
 MAX_ENTRIES = 200
 SHORT = 8
 """Hexadecimal digits of a key that are shown."""
+MAX_NAME = 240
+"""Characters of a tier's name, which is a path or an address."""
 _MAX_TEXT = 80
 
 Describe = Callable[[bytes], tuple[dict[str, Any], int] | None]
@@ -100,11 +102,11 @@ def names(root: dict[str, Any]) -> dict[str, str]:
     return {"model": short(root.get("label")), "tenant": short(root.get("tenant"))}
 
 
-def short(value: object) -> str:
+def short(value: object, limit: int = _MAX_TEXT) -> str:
     """A text from elsewhere, cut to fit one line, with nothing in it that cannot be printed."""
     text = "" if value is None else str(value)
     text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _continues(before: Event, event: Event) -> bool:

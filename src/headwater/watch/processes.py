@@ -9,7 +9,7 @@ from headwater.connector.metrics import Values
 from headwater.connector.published import Published, all_published
 from headwater.connector.stats import Distribution
 from headwater.connector.totals import Totals
-from headwater.watch.activity import Activity, short
+from headwater.watch.activity import MAX_NAME, Activity, short
 
 _TOTALS = {
     "asked_tokens": "headwater_pool_asked_tokens_total",
@@ -59,7 +59,7 @@ class Processes:
         self._alive, self._has_looked = alive, True
         opened = {tier for values in self._gauges for tier, is_open in values.get(_BREAKER, {}).items() if is_open}
         for tier in sorted(opened ^ self._open_breakers):
-            activity.add("breaker", tier=short(tier), text="opened" if tier in opened else "closed")
+            activity.add("breaker", tier=short(tier, MAX_NAME), text="opened" if tier in opened else "closed")
         self._open_breakers = opened
 
     @property
@@ -77,7 +77,7 @@ class Processes:
         for name in dict.fromkeys([*names, *said]):
             row: dict[str, Any] = {key: values.get(m, {}).get(name, 0.0) for key, m in _TIER_COUNTERS.items()}
             row["waiting"] = max([gauges.get(_WAITING, {}).get(name, 0.0) for gauges in self._gauges], default=0.0)
-            rows.append({"name": short(name), "is_breaker_open": name in self._open_breakers, **row})
+            rows.append({"name": short(name, MAX_NAME), "is_breaker_open": name in self._open_breakers, **row})
         return rows
 
     @property

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from headwater.errors import HeadwaterError
+from headwater.redaction import HIDDEN
 from headwater.stores import open_urls
 from headwater.stores.base import Store
 from headwater.stores.config import find_pool
@@ -22,7 +23,7 @@ from headwater.stores.embedded import EmbeddedStore, store_directory
 from headwater.stores.embedded.survey import Surveyor
 from headwater.stores.events import Follower
 from headwater.stores.stats import HolderInfo, PrefixInfo
-from headwater.watch.activity import SHORT, Activity, names, short
+from headwater.watch.activity import MAX_NAME, SHORT, Activity, names, short
 from headwater.watch.processes import Own, Processes
 
 Look = dict[str, Any]
@@ -80,12 +81,13 @@ class Watcher:
         self._processes.look(self._directory, own, self._activity)
         if store is None and state == "private" and own is not None:
             store = _store_of(own)
-        shown = [short(str(url).partition("?")[0]) for url in self._urls]
+        tiers = [str(url).partition("?")[0].replace(f"{HIDDEN}@", "") for url in self._urls]
+        shown = [short(tier, MAX_NAME) for tier in tiers]
         return {
             "time_s": time.time(),
             "pool": {"urls": shown, "state": state, "why": why, "generation": self._generation},
             "store": store,
-            "tiers": self._processes.tiers(shown if len(shown) > 1 else ()),
+            "tiers": self._processes.tiers(tiers if len(tiers) > 1 else ()),
             "totals": self._processes.totals,
             "processes": self._processes.rows,
             "prefixes": [_prefix_row(prefix) for prefix in self._prefixes],

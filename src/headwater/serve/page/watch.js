@@ -225,9 +225,9 @@ function drawTables(look) {
 }
 
 // ---- activity -------------------------------------------------------------------------------------------------------
-const WORDS = { saved: "save", hit: "hit", removed: "evict", cleared: "clear", lost: "gap", attached: "join", left: "leave", breaker: "breaker" };
+const WORDS = { saved: "save", hit: "hit", removed: "remove", cleared: "clear", lost: "gap", attached: "join", left: "leave", breaker: "breaker" };
 function sentence(e) {
-  const who = [e.model, e.tenant && `tenant ${e.tenant}`].filter(Boolean).join(", "), of = who ? ` · ${who}` : "";
+  const who = [e.model, e.tenant && `tenant ${e.tenant.slice(0, 8)}`].filter(Boolean).join(", "), of = who ? ` · ${who}` : "";
   switch (e.kind) {
     case "saved": return `${number(e.num_tokens)} tokens${e.num_bytes ? `, ${size(e.num_bytes)}` : ""}${e.tier && state.look.pool.urls.length > 1 ? `, ${e.tier}` : ""}${of}`;
     case "hit": return `${number(e.num_tokens)} tokens loaded${e.count > 1 ? ` by ${number(e.count)} requests` : ""}${of}`;
@@ -241,7 +241,7 @@ function sentence(e) {
 function drawActivity(fresh) {
   const list = $("activity");
   if (!state.entries.length) {
-    list.replaceChildren(make("li", { class: "none" }, "Loads and saves show up here as they happen."));
+    list.replaceChildren(make("li", { class: "none" }, state.quiet));
     return;
   }
   list.querySelector(".none")?.remove();
@@ -281,6 +281,8 @@ function show(answer) {
     $("notice").children[1].textContent = text || look.pool.why;
   }
   for (const id of ["tiles", "charts", "lists"]) $(id).hidden = !has;
+  for (const id of ["prefixes-card", "holders-card"]) $(id).hidden = answer.hides_prefixes;
+  state.quiet = answer.hides_prefixes ? "Single prefixes are not shown: each request to this server needs a salt of its own." : "Loads and saves show up here as they happen.";
   if (has) { drawTiles(look); drawCharts(); drawTables(look); drawActivity(fresh); }
 }
 function status(text, kind = "") {
