@@ -200,7 +200,7 @@ def test_tiers_are_those_that_engines_publish(url: str, tmp_path: Path, monkeypa
         assert back["hits"] >= 1
         assert back["stored"] == 3
         assert not back["is_breaker_open"]
-        history = History()
+        history = PoolHistory()
         history.add(look)
         out = Console(file=io.StringIO(), width=200)
         out.print(draw_screen(look, history.points, 200, 40))
