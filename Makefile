@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server chromium mooncake
+.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server chromium promtool mooncake
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,7 @@ demo-pd: $(SERVE_STAMP)  ## prefill and decode in two servers behind a proxy: wh
 	$(BIN)/headwater demo --disaggregated --tokens 2000 $(ARGS)
 
 # Two at a time at first: the unit tests keep one core busy, and so does vLLM, which mostly starts.
-test: lint redis-server chromium  ## lint, types, coverage, every test but the two long suites below
+test: lint redis-server chromium promtool  ## lint, types, coverage, every test but the two long suites below
 	@$(MAKE) -j2 --output-sync=target test-unit test-vllm-first
 	$(BIN)/pytest -q -m "not fleet" tests/integration tests/gpu
 
@@ -140,6 +140,18 @@ chromium:
 		} >/dev/null || echo "MISSING: chromium could not be installed; the test that needs it will be skipped"; \
 	else \
 		echo "MISSING: chromium; the test that needs it will be skipped (as root: apt-get install chromium)"; \
+	fi
+
+# Never fails either. It checks the alert rules and the dashboard's expressions.
+promtool:
+	@if command -v promtool >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "apt-get install prometheus (for promtool)"; \
+		{ apt-get update -qq \
+			&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus; \
+		} >/dev/null || echo "MISSING: promtool could not be installed; the tests that need it will be skipped"; \
+	else \
+		echo "MISSING: promtool; the tests that need it will be skipped (as root: apt-get install prometheus)"; \
 	fi
 
 # Never fails either. The libraries are those that Mooncake's client is linked against, also where it uses TCP only.

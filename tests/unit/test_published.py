@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_an_idle_process_writes_nothing(pool: Pool) -> None:
     def collect() -> tuple[module.Values, dict[str, Distribution]]:
         asked.release()
         # The publishing thread's own processor time is no news.
-        return figures(replace(TRANSFER, thread_seconds=os.times().user), Source.WORKER)
+        return figures(replace(TRANSFER, thread_seconds=time.monotonic()), Source.WORKER)
 
     publisher = Publisher(pool, engine="vllm", model="", every_s=FAST_S)
     publisher.add("rank 0", collect)
@@ -212,6 +213,29 @@ def test_a_torn_slot_leaves_the_one_before(pool: Pool) -> None:
     file.close()
 
 
+def test_a_reader_beside_a_busy_writer_sees_whole_records_in_order(pool: Pool) -> None:
+    file = FiguresFile(directory_of(pool))
+    file.write(bytes(8) * 5000)
+
+    def write() -> None:
+        for number in range(1, 1500):
+            file.write(number.to_bytes(8, "little") * 5000)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    last, num_reads = 0, 0
+    while writer.is_alive():
+        for found in read_figures(directory_of(pool)):
+            number = int.from_bytes(found.payload[:8], "little")
+            assert found.payload == found.payload[:8] * 5000
+            assert number >= last
+            last, num_reads = number, num_reads + 1
+    writer.join()
+    assert num_reads
+    assert read_figures(directory_of(pool))[0].payload[:8] == (1499).to_bytes(8, "little")
+    file.close()
+
+
 @pytest.mark.parametrize(
     "noise",
     [b"", b"x", os.urandom(3 * SLOT_BYTES), b"\0" * SLOT_BYTES, b"hwfigs1\0" + b"\xff" * 100],
@@ -250,6 +274,22 @@ def test_too_much_is_refused_and_a_deleted_file_is_noticed(pool: Pool) -> None:
         file.write(b"x" * SLOT_BYTES)
     os.unlink(Path(directory_of(pool), f"figures-{file.token}"))
     assert file.write(b"x") is False
+    file.close()
+
+
+def test_a_full_device_leaves_what_was_said_before(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = FiguresFile(directory_of(pool))
+    for payload in (b"first", b"second"):
+        assert file.write(payload)
+    real = os.pwrite
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:36], offset))
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                file.write(b"too much")
+    assert [found.payload for found in read_figures(directory_of(pool))] == [b"second"]
+    assert file.write(b"third")
+    assert [found.payload for found in read_figures(directory_of(pool))] == [b"third"]
     file.close()
 
 

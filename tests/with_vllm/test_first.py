@@ -16,6 +16,9 @@ import pytest
 
 from headwater.bench.vllm_engine import EngineProcess, engine
 from headwater.connector.metrics import POOL_METRICS
+from headwater.connector.published import published
+from headwater.stores.embedded import store_directory
+from headwater.stores.url import parse_url
 
 from listening import doors
 from metric_cases import samples
@@ -87,6 +90,30 @@ def test_a_second_request_hits_and_says_the_same(
 def test_the_connector_listens_nowhere(server: EngineProcess, own_listeners: Counter[tuple[str, str]]) -> None:
     assert own_listeners, "none of vLLM's own sockets were seen: this test tested nothing"
     assert listeners(server) == own_listeners
+
+
+def test_an_exporter_beside_it_shows_what_it_counts(server: EngineProcess, pool_url: str) -> None:
+    """vLLM is idle meanwhile, and its own page stands still."""
+    pytest.importorskip("httpx")
+    from exporter_process import ExporterProcess
+
+    exporter = ExporterProcess(pool_url.partition("?")[0])
+    try:
+        num_hit = sum(map(hit_tokens, PROMPTS))
+        wait_until(lambda: exporter.page()["headwater_pool_loaded_tokens_total"] == num_hit, what="loaded tokens")
+        wait_until(lambda: exporter.page()["headwater_pool_load_duration_seconds_count"] == len(PROMPTS), what="loads")
+        wait_until(lambda: exporter.page()["headwater_pool_save_duration_seconds_count"] > 0, what="saves")
+        page = exporter.page()
+        assert page["headwater_pool_asked_tokens_total"] >= 2 * num_hit
+        assert page["headwater_pool_saved_bytes_total"] > 0 < page["headwater_pool_step_seconds_total"]
+        assert page["headwater_store_members"] == page['headwater_store_engine_processes{engine="vllm"}'] >= 1
+        records = published(store_directory(parse_url(pool_url)))
+        roles = ", ".join(record.role for record in records)
+        assert "scheduler" in roles
+        assert "rank 0" in roles
+        assert {record.model for record in records} == {"smollm2"}
+    finally:
+        exporter.close()
 
 
 def test_two_equal_prompts_of_one_step_are_saved_right(server: EngineProcess, pool_url: str) -> None:

@@ -83,18 +83,21 @@ def _usage_exit(error: Exception, args: Sequence[str]) -> int | None:
 
 
 def _without_key(text: str, args: Sequence[str]) -> str:
-    """What is wrong with a command line, without what may be an API key: `serve` and `proxy` take no arguments, so one
-    that they get is probably the value of a mistyped option."""
+    """What is wrong with a command line, without what may be an API key: `serve` and `proxy` take no arguments, and
+    `exporter` takes one, so what they get besides is probably the value of a mistyped option."""
     text = re.sub(r"(--?api[-_]?key)[^\s=]+", rf"\1{HIDDEN}", text)
-    if args[:1] in (["serve"], ["proxy"]):
+    if args[:1] in (["serve"], ["proxy"]) or args[:2] == ["pool", "exporter"]:
         text = re.sub(r"(unexpected extra argument\S*) \(.*\)", rf"\1 ({HIDDEN})", text, flags=re.DOTALL)
     return text
 
 
 def _fail(error: Exception, text: str, args: Sequence[str]) -> int:
-    from headwater.cli.output import one_line, print_json
+    import logging
 
-    print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
+    from headwater.cli.output import one_line, print_json
+    from headwater.logs import note
+
+    note(one_line(text), logging.ERROR)
     if "--json" in args:
         print_json({"error": text, "kind": type(error).__name__})
     return 1

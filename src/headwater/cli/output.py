@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from headwater.logs import is_json
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -51,7 +53,7 @@ def table(*columns: str) -> Table:
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, fed with (done, total); nothing at all where stderr is no terminal."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or is_json():
         yield lambda done, total: None
         return
     from rich.console import Console

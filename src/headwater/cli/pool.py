@@ -1,5 +1,5 @@
-"""`headwater pool …`: the commands and their options. What they do is in `inspection`, `clear`, `receive` and `demo`,
-which are imported when a command runs: they bring numpy, and `--help` must not."""
+"""`headwater pool …`: the commands and their options. What they do is in `inspection`, `clear`, `receive`, `exporter`
+and `demo`, which are imported when a command runs: they bring numpy, and `--help` must not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from headwater.cli.log_option import LogFormat
 from headwater.cli.output import HUMAN_ROWS, console, print_json, progress
 
 pool_app = typer.Typer(no_args_is_help=True, help="Look at a pool, check it, empty it, and see one at work.")
@@ -122,12 +123,42 @@ def receive(
     tls_ca: Annotated[
         str | None, typer.Option(metavar="FILE", help="Callers must show a certificate that this one signed.")
     ] = None,
+    log_format: LogFormat = "text",
     as_json: Json = False,
 ) -> None:
     """Let other hosts push KV into a pool and pull from it, until SIGTERM. See docs/disaggregation.md."""
     from headwater.cli.receive import receive as serve_peers
 
     serve_peers(url, listen, secret_file, space or [], share, (tls_cert, tls_key, tls_ca), as_json)
+
+
+@pool_app.command()
+def exporter(
+    url: Url = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 9464,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HEADWATER_API_KEY",
+            show_envvar=True,
+            help="What clients must send as `Authorization: Bearer KEY`. Needed where others can reach the exporter.",
+        ),
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Serve other machines without a key.")] = False,
+    ssl_certfile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Speak HTTPS with this certificate chain (PEM).")
+    ] = None,
+    ssl_keyfile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Its private key; if not given, in the same file.")
+    ] = None,
+    log_format: LogFormat = "text",
+    as_json: Json = False,
+) -> None:
+    """Serve a pool's metrics to Prometheus at /metrics, until SIGTERM. Never creates a pool; waits for one."""
+    from headwater.cli.exporter import export
+
+    raise typer.Exit(export(url, host, port, api_key, insecure, (ssl_certfile, ssl_keyfile), as_json))
 
 
 @pool_app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -11,7 +12,9 @@ import typer
 from typer.core import TyperCommand
 
 from headwater.cli.engine_options import needs_extra
+from headwater.cli.log_option import LogFormat
 from headwater.cli.output import one_line, plural
+from headwater.logs import note
 from headwater.proxy.config import POLICIES, ProxyConfig, ServerSpec
 
 if TYPE_CHECKING:
@@ -156,6 +159,7 @@ def proxy(
     wait: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="That decode waits for KV that prefill was asked to push.")
     ] = ProxyConfig.wait_s,
+    log_format: LogFormat = "text",
 ) -> None:
     """Prefill on some servers, decode on others: OpenAI's API in front of both."""
     _run(
@@ -175,23 +179,21 @@ def proxy(
 def router(
     settings: dict[str, Any],
     servers: Annotated[list[str], typer.Argument(metavar="SERVER...", help=f"{SERVER_HELP}.")],
+    log_format: LogFormat = "text",
 ) -> None:
     """Send each request to the server that has most of its prompt and least to do: OpenAI's API in front of several."""
     _run(ProxyConfig(decode=tuple(map(ServerSpec.parse, servers)), **settings))
 
 
 def _run(config: ProxyConfig) -> None:
-    import logging
-
     with needs_extra("proxy"):
         from headwater.proxy.server import ProxyHooks, run_proxy
 
-    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     if config.insecure and config.api_key is None:
-        typer.echo("warning: --insecure: everybody who can reach this address can ask the servers", err=True)
+        note("--insecure: everybody who can reach this address can ask the servers", logging.WARNING)
     hooks = ProxyHooks(
         on_ready=_print_ready,
-        on_stopping=lambda count: typer.echo(f"stopping: {plural(count, 'request')} to be answered", err=True),
+        on_stopping=lambda count: note(f"stopping: {plural(count, 'request')} to be answered"),
     )
     with needs_extra("proxy"):
         code = run_proxy(config, hooks=hooks)

@@ -8,10 +8,9 @@ import ssl
 import threading
 from collections.abc import Sequence
 
-import typer
-
 from headwater.cli.output import plural, print_json
 from headwater.errors import InvalidArgumentError, StoreError
+from headwater.logs import note
 from headwater.peers.address import parse_address
 from headwater.peers.hello import read_secret
 from headwater.peers.receiver import Receiver, ReceiverSettings
@@ -54,9 +53,9 @@ def receive(
             print_json({"listening": str(receiver.address), "share_bytes": receiver.landing.share_bytes})
         else:
             share_text = format_size(receiver.landing.share_bytes)
-            typer.echo(f"listening on {receiver.address}; peers may have {share_text} pending", err=True)
+            note(f"listening on {receiver.address}; peers may have {share_text} pending")
             if scheme != "shm":
-                typer.echo(f"peers can only read a {scheme}:// pool; pushes need shm://", err=True)
+                note(f"peers can only read a {scheme}:// pool; pushes need shm://")
         try:
             while not stop.wait(_LOOK_S):
                 if _home(url) != home:
@@ -68,7 +67,7 @@ def receive(
                 print_json(stats)
             else:
                 stored = plural(int(stats.get("chunks_stored", 0)), "chunk")
-                typer.echo(f"{stored} received, {format_size(int(stats.get('bytes', 0)))}", err=True)
+                note(f"{stored} received, {format_size(int(stats.get('bytes', 0)))}")
 
 
 def _home(url: str) -> tuple[int, int] | None:

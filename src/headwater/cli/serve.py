@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headwater.cli.engine_options import PANEL, engine_options, needs_extra
+from headwater.cli.log_option import LogFormat
 from headwater.cli.output import one_line, progress
 from headwater.engine.config import EngineConfig
 from headwater.errors import InvalidArgumentError
+from headwater.logs import adopt, note
 from headwater.serve.addresses import is_loopback
 from headwater.serve.config import ServerConfig
 
@@ -99,6 +102,7 @@ def serve(
     no_pool: Annotated[
         bool, typer.Option("--no-pool", rich_help_panel=PANEL, help="Share nothing, and keep nothing.")
     ] = False,
+    log_format: LogFormat = "text",
 ) -> None:
     """Serve a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
     with needs_extra():
@@ -131,22 +135,23 @@ def serve(
     chosen = _choose_pool(pool, no_pool, config)
     server = replace(server, engine=replace(config, pool=chosen.url))
     if insecure and api_key is None:
-        typer.echo("warning: --insecure: everybody who can reach this address can use the model", err=True)
+        note("--insecure: everybody who can reach this address can use the model", logging.WARNING)
     if api_key is not None and ssl_certfile is None and not is_loopback(host):
-        typer.echo("warning: the API key crosses the network in plain text; --ssl-certfile encrypts it", err=True)
-    typer.echo(f"… loading {one_line(config.model)}", err=True)
+        note("the API key crosses the network in plain text; --ssl-certfile encrypts it", logging.WARNING)
+    note(f"… loading {one_line(config.model)}")
     with ExitStack() as bar:
         on_progress = bar.enter_context(progress("loading"))
 
         def on_ready(ready: Ready, model: str, url: str) -> None:
             bar.close()
+            adopt("transformers")  # which the tokenizer has brought
             _print_ready(ready, server, model, url, chosen.note)
 
         hooks = Hooks(
             on_progress=on_progress,
             on_ready=on_ready,
             on_peer=lambda address: typer.echo(f"peers    {address}"),
-            on_death=lambda reason: typer.echo(f"error: {one_line(reason)}", err=True),
+            on_death=lambda reason: note(one_line(reason), logging.ERROR),
         )
         with needs_extra():
             code = run_server(server, hooks=hooks)

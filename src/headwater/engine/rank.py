@@ -6,11 +6,14 @@ import signal
 import socket
 import sys
 
+from headwater.logs import set_up_logs
+
 
 def main() -> None:
     """Follow rank 0 over the socket whose descriptor is the only argument."""
     # Ctrl-C reaches the whole process group; only rank 0 decides what it means, and closes our socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_up_logs("rank")
     from headwater.engine.ranks import run_rank
 
     with socket.socket(fileno=int(sys.argv[1])) as sock:

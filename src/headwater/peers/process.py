@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.errors import HeadwaterError, PeerError
+from headwater.logs import set_up_logs
 from headwater.peers.address import parse_address
 from headwater.peers.hello import read_secret
 from headwater.peers.receiver import Receiver, ReceiverSettings
@@ -41,7 +42,7 @@ class ReceiverSpec:
 
 def main() -> int:
     """Receive until stdin ends. The exit status is 1 where it could not begin; the reason is on stdout."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s receiver: %(message)s")
+    set_up_logs("receiver", text="%(levelname)s receiver: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the server, which then tells us
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

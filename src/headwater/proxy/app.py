@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Sequence
@@ -31,7 +30,7 @@ from headwater.proxy.metrics import ProxyMetrics
 from headwater.proxy.upstream import Headers, UpstreamError, end_to_end
 from headwater.serve.connections import BodyBudget, BodyRoom
 from headwater.serve.errors import error_reply, one_line, shown
-from headwater.serve.guard import keep_pages_out, require_json
+from headwater.serve.guard import keep_pages_out, require_json, require_key
 
 BODY_TIMEOUT_S = 60.0
 LARGE_BODY_BYTES = 1 << 14
@@ -261,7 +260,9 @@ def create_app(proxy: Proxy) -> ASGIApp:
     if config.api_key is None:
         app = keep_pages_out(require_json(app, _refuse), config.host, _refuse)
     else:
-        app = _require_key(app, config.api_key, is_for=lambda path: path != "/health" and not path.startswith("/admin"))
+        app = require_key(
+            app, config.api_key, _refuse, lambda path: path != "/health" and not path.startswith("/admin")
+        )
     app = _guard_admin(app, config.admin_key)
     return _count_requests(app, proxy.metrics)
 
@@ -296,19 +297,8 @@ def _admit(app: ASGIApp, proxy: Proxy) -> ASGIApp:
     return admitted
 
 
-def _require_key(app: ASGIApp, api_key: str, is_for: Any) -> ASGIApp:
-    expected = f"Bearer {api_key}".encode()
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_for(scope["path"]):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, expected):
-                error = RequestError("the API key is missing or wrong", code="invalid_api_key")
-                await _refuse(error, scope, receive, send)
-                return
-        await app(scope, receive, send)
-
-    return checked
+def _is_for_clients(path: str) -> bool:
+    return path != "/health" and not path.startswith("/admin")
 
 
 def _guard_admin(app: ASGIApp, admin_key: str | None) -> ASGIApp:
@@ -316,7 +306,7 @@ def _guard_admin(app: ASGIApp, admin_key: str | None) -> ASGIApp:
         error = RequestError("this proxy was started without --admin-key; it cannot be administered", code="not_found")
         await _refuse(error, scope, receive, send)
 
-    guarded = refused if admin_key is None else _require_key(app, admin_key, is_for=lambda path: True)
+    guarded = refused if admin_key is None else require_key(app, admin_key, _refuse, lambda path: True)
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         is_admin = scope["type"] == "http" and scope["path"].startswith("/admin")

@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client import Metric as Family
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from headwater.proxy.choice import Router
 from headwater.proxy.fleet import Fleet, Server
+from headwater.serve.families import render
 
-OPEN_METRICS = "application/openmetrics-text"
 FIRST_BYTE_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 DECISION_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
 
@@ -103,9 +102,7 @@ class ProxyMetrics:
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The page and its content type: OpenMetrics for those who accept it, else Prometheus' text format."""
-        kinds = [item.partition(";")[0].strip() for item in accept.split(",")]
-        encode, content_type = choose_encoder(OPEN_METRICS if OPEN_METRICS in kinds else "")
-        return encode(self._registry), content_type
+        return render(self._registry, accept)
 
     def _counter(self, row: Row) -> Counter:
         return Counter(row.name, row.help, row.labels, registry=self._registry)

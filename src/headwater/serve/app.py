@@ -7,7 +7,6 @@ disconnect cancels the work, and leaving the generation's `with` block aborts it
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections import deque
@@ -27,7 +26,7 @@ from headwater.errors import EngineDeadError, HeadwaterError, RequestError
 from headwater.serve.connections import BodyBudget, BodyRoom
 from headwater.serve.errors import error_reply, one_line, shown
 from headwater.serve.generation import Generation, Generator
-from headwater.serve.guard import keep_pages_out, require_json
+from headwater.serve.guard import keep_pages_out, require_json, require_key
 from headwater.serve.metrics import ServerMetrics
 from headwater.serve.openai import LARGE_BODY_BYTES, Call, Limits, parse_chat, parse_completion
 from headwater.serve.peers import NO_PEERS, Peers, reachable
@@ -89,7 +88,7 @@ def create_app(
     inner.router.redirect_slashes = False  # a redirect would name whichever host the client sent
     app: ASGIApp = require_json(inner, _refuse)
     if config.api_key is not None:
-        app = _require_key(app, config.api_key)
+        app = require_key(app, config.api_key, _refuse, lambda path: path not in OPEN_PATHS)
     else:
         app = keep_pages_out(app, config.host, _refuse)
     paths = frozenset(route.path for route in routes)
@@ -282,22 +281,6 @@ class StreamedAnswer(_Answer):
             deltas = await generation.next()
         last = _event(self._reply.closing(generation.usage)) + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-def _require_key(app: ASGIApp, api_key: str) -> ASGIApp:
-    """Refuse, before anything is read, whoever does not bring the key."""
-    expected = f"Bearer {api_key}".encode()
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, expected):
-                error = RequestError("the API key is missing or wrong", code="invalid_api_key")
-                await _refuse(error, scope, receive, send)
-                return
-        await app(scope, receive, send)
-
-    return checked
 
 
 def _count_requests(app: ASGIApp, metrics: ServerMetrics, paths: frozenset[str]) -> ASGIApp:

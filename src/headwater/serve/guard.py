@@ -1,4 +1,5 @@
-"""Who may talk to a server that asks for no key: programs of this machine, but not the web pages in its browsers.
+"""Who may talk to a server: those who bring its key; or, where it asks for none, programs of this machine, but not the
+web pages in its browsers.
 
 A page can send requests to a loopback address: under a name of its own that it points there (DNS rebinding), or as a
 form's POST, which needs no permission. So the name in `Host` must be a loopback one, a page must be of this machine,
@@ -7,6 +8,7 @@ and a POST must say that it is JSON, which a form cannot.
 
 from __future__ import annotations
 
+import hmac
 import re
 from collections.abc import Awaitable, Callable
 
@@ -36,6 +38,22 @@ def require_json(app: ASGIApp, refuse: Refuse) -> ASGIApp:
             if coding.strip().lower() not in ("", "identity"):
                 text = f"the content encoding is {shown(coding)}; send the body as it is"
                 await refuse(RequestError(text, code="unsupported_media_type"), scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return checked
+
+
+def require_key(app: ASGIApp, api_key: str, refuse: Refuse, is_for: Callable[[str], bool]) -> ASGIApp:
+    """Refuse, before anything is read, whoever does not bring the key; for the paths that `is_for` says."""
+    expected = f"Bearer {api_key}".encode()
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and is_for(scope["path"]):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, expected):
+                error = RequestError("the API key is missing or wrong", code="invalid_api_key")
+                await refuse(error, scope, receive, send)
                 return
         await app(scope, receive, send)
 

@@ -7,21 +7,17 @@ figures, which are declared here, and those of its pool, which `headwater.connec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client import Metric as Family
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
-from headwater.connector.metrics import POOL_METRICS, Kind, Metric, Source
-from headwater.connector.stats import Distribution
+from headwater.connector.metrics import Kind, Metric, Source
+from headwater.serve.families import family, pool_families, render
 from headwater.serve.messages import Stats
 from headwater.serve.peers import NO_PEERS, Peers
 
-OPEN_METRICS = "application/openmetrics-text"
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -155,10 +151,7 @@ class ServerMetrics:
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The page and its content type: OpenMetrics for those who accept it, else Prometheus' text format."""
-        kinds = [item.partition(";")[0].strip() for item in accept.split(",")]
-        # Its parser fails on versions that are no numbers, and repeats those that are.
-        encode, content_type = choose_encoder(OPEN_METRICS if OPEN_METRICS in kinds else "")
-        return encode(self._registry), content_type
+        return render(self._registry, accept)
 
     def _counter(self, metric: Metric) -> Counter:
         return Counter(metric.name, metric.help, metric.labels, registry=self._registry)
@@ -178,38 +171,17 @@ class _Snapshot(Collector):
         """One family for each declared metric; those of a store and its tiers are empty without a pool."""
         stats = self._stats()
         for metric in ENGINE_METRICS:
-            yield _family(metric, {"": getattr(stats, metric.field)})
+            yield family(metric, {"": getattr(stats, metric.field)})
         yield _expert_rows(stats.expert_rows)
         for metric in PEER_METRICS:
-            yield _family(metric, {"": float(self._peers.stats.get(metric.field, 0))})
-        yield _family(PEER_RESTARTS, {"": float(self._peers.num_restarts)})
-        for metric in POOL_METRICS:
-            if metric.kind == "histogram":
-                yield _histogram(metric, stats.pool_times.get(metric.name, Distribution()))
-            else:
-                nothing = {"": 0.0} if metric.starts_at_zero else {}
-                yield _family(metric, stats.pool.get(metric.name, nothing))
-
-
-def _family(metric: Metric, series: dict[str, float]) -> Family:
-    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    family = make(metric.name, metric.help, labels=metric.labels)
-    for tier, value in series.items():
-        family.add_metric([tier] if metric.labels else [], value)
-    return family
+            yield family(metric, {"": float(self._peers.stats.get(metric.field, 0))})
+        yield family(PEER_RESTARTS, {"": float(self._peers.num_restarts)})
+        yield from pool_families(stats.pool, stats.pool_times)
 
 
 def _expert_rows(found: dict[int, list[int]]) -> Family:
-    family = CounterMetricFamily(EXPERT_ROWS.name, EXPERT_ROWS.help, labels=EXPERT_ROWS.labels)
+    rows = CounterMetricFamily(EXPERT_ROWS.name, EXPERT_ROWS.help, labels=EXPERT_ROWS.labels)
     for layer, counts in found.items():
         for expert, count in enumerate(counts):
-            family.add_metric([str(layer), str(expert)], count)
-    return family
-
-
-def _histogram(metric: Metric, found: Distribution) -> Family:
-    counts = found.counts or (0,) * (len(metric.buckets) + 1)
-    bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
-    family = HistogramMetricFamily(metric.name, metric.help)
-    family.add_metric([], [*zip(bounds, map(float, accumulate(counts)), strict=True)], found.sum)
-    return family
+            rows.add_metric([str(layer), str(expert)], count)
+    return rows

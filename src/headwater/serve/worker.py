@@ -24,6 +24,7 @@ from headwater.connector.transfers import Transfer
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineError, HeadwaterError, RequestError
+from headwater.logs import adopt, set_up_logs
 from headwater.serve.heartbeat import Heart
 from headwater.serve.messages import (
     READ_BYTES,
@@ -195,7 +196,7 @@ def _serve_engine(channel: Channel, running: Running, heart: Heart) -> None:
 
 def main(argv: Sequence[str], create: Creator) -> int:
     """Entry point of the process: FD of the socket in, exit code out (0 asked to stop, 1 failed)."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s engine: %(message)s")
+    set_up_logs("engine", text="%(levelname)s engine: %(message)s")
     # A terminal's Ctrl-C reaches the server alone, which then tells us; `kill` unwinds like any other exit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _stop)
@@ -230,6 +231,7 @@ def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) ->
     from headwater.engine.engine import Engine
 
     engine = Engine(config, progress=progress)
+    adopt("transformers")
     model = engine.checkpoint.config
 
     def expert_rows() -> dict[int, list[int]]:

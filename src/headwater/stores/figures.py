@@ -9,6 +9,7 @@ the lock on its file: never a pid, never a timeout. `headwater.connector.publish
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -68,6 +69,7 @@ class FiguresFile:
         self._lock = ForkSafeLock()
         self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
+            os.ftruncate(self._fd, 2 * SLOT_BYTES)  # of which only what is written takes storage
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
         except OSError:
             os.close(self._fd)
@@ -83,9 +85,12 @@ class FiguresFile:
         with self._lock:
             if self._fd < 0 or not os.fstat(self._fd).st_nlink:
                 return False
-            self._sequence += 1
-            head = _HEADER.pack(_MAGIC, self._sequence, len(payload), _checksum(self._sequence, payload))
-            os.pwrite(self._fd, head + payload, self._sequence % 2 * SLOT_BYTES)
+            sequence = self._sequence + 1
+            record = _HEADER.pack(_MAGIC, sequence, len(payload), _checksum(sequence, payload)) + payload
+            if os.pwrite(self._fd, record, sequence % 2 * SLOT_BYTES) != len(record):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            # Only now: what failed is tried again in the same slot, and the other one stays whole.
+            self._sequence = sequence
             return True
 
     def close(self) -> None:

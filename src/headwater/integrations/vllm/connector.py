@@ -48,7 +48,6 @@ from headwater.integrations.vllm.startup import (
     start_receiver,
     start_scheduling,
     start_working,
-    worker_rank,
 )
 from headwater.integrations.vllm.stats import HeadwaterPromMetrics, HeadwaterStats, Reporter
 from headwater.integrations.vllm.steps import NULL_BLOCK, Steps
@@ -98,8 +97,6 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._stale_epoch: int | None = None
         self._blocks: BlockPool | None = None
         self._reporter = Reporter()
-        self._role = "scheduler"
-        """What this side is called where its figures are published."""
         self.step_seconds = 0.0
         """Time of the thread that runs the model, spent here since the start."""
         if role == KVConnectorRole.SCHEDULER:
@@ -113,7 +110,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             except Exception:
                 log.exception("Headwater is off: it could not be started")
             if self._steps is not None and self._member is not None:
-                self._member.publisher.add(self._role, self._figures)
+                self._member.publisher.add(self._member.role, self._figures)
                 self._steps.side.loads_in_step = False  # until vLLM's scheduler is made
                 self._receiver = start_receiver(self._options)
 
@@ -296,8 +293,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker, self._member = start_working(
                 self._vllm_config, self._kv_cache_config, self._options, kv_caches
             )
-            self._role = f"rank {worker_rank()}"
-            self._member.publisher.add(self._role, self._figures)
+            self._member.publisher.add(self._member.role, self._figures)
         except DeclinedError as error:
             self._decline(str(error))
         except Exception as error:
@@ -442,7 +438,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         """Finish what is being saved, publish the last figures, and end the receiver."""
         self._worker.close()
         if self._member is not None:
-            self._member.publisher.remove(self._role)
+            self._member.publisher.remove(self._member.role)
         if self._receiver is not None:
             self._receiver.close()
 

@@ -68,6 +68,8 @@ class Membership:
     identity: Identity
     spec: KVSpec
     chunk_tokens: int
+    role: str = "scheduler"
+    """What this side is called where its figures are published."""
 
     @property
     def home(self) -> str:
@@ -145,6 +147,7 @@ def start_working(
     attention = [config.compilation_config.static_forward_context[name] for name in names]
     view = prove_view(spec, shard, tensors, layers, attention)
     member = join(config, cache, options, weights, is_first=True)
+    rank = _rank()
     side = WorkerSide(
         member.space(member.identity.epoch),
         view,
@@ -155,9 +158,9 @@ def start_working(
         open_space=member.space,
         starting=_all_cores,
         server=writer_group(config),
-        rank=worker_rank(),
+        rank=rank,
     )
-    return side, member
+    return side, replace(member, role=f"rank {rank}")
 
 
 def start_receiver(options: Options) -> ReceiverChild | None:
@@ -244,7 +247,7 @@ def _weights_of_all_ranks(config: Any, options: Options) -> str:
     return answer[0]
 
 
-def worker_rank() -> int:
+def _rank() -> int:
     """This worker's number among those of its engine."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 

@@ -20,7 +20,7 @@ from headwater.stores.embedded.audit import audit
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.janitor import orphans
-from headwater.stores.embedded.layout import CELL, CHUNK, COMPLETE, LIMBO, PENDING, ROOT, SPACE, Word
+from headwater.stores.embedded.layout import CELL, CHUNK, COMPLETE, LIMBO, PENDING, ROOT, SPACE, Geometry, Word
 from headwater.stores.embedded.reader import Reader
 from headwater.stores.stats import ChunkInfo, StoreStats, VerifyReport
 
@@ -145,24 +145,7 @@ class Admin:
     def stats(self, url: str) -> StoreStats:
         """The store now."""
         core = self._core
-        words, g = core.index.words, core.geometry
-        return StoreStats(
-            url=url,
-            capacity_bytes=g.capacity,
-            data_bytes=g.data_bytes,
-            used_bytes=words[Word.USED_UNITS] * g.unit_bytes,
-            pending_bytes=words[Word.PENDING],
-            index_bytes=g.index_bytes,
-            index_used_bytes=words[Word.USED_CELLS] * CELL,
-            chunks=words[Word.CHUNKS],
-            members=core.members.count(),
-            stored=words[Word.STORED],
-            stored_bytes=words[Word.STORED_BYTES],
-            evicted=words[Word.EVICTED],
-            damaged=words[Word.DAMAGED],
-            aborted=words[Word.ABORTED],
-            rebuilds=words[Word.REBUILDS],
-        )
+        return store_stats(url, core.geometry, core.index.words, core.members.count())
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         """Read every tile, then check the whole index under the lock. What is damaged is removed or rebuilt."""
@@ -226,6 +209,27 @@ class Admin:
         """Check every invariant of the index (not the stored bytes); what is wrong, in words."""
         core = self._core
         return core.transact(lambda: audit(core), time.monotonic() + _ADMIN_DEADLINE_S)
+
+
+def store_stats(url: str, g: Geometry, words: Sequence[int], num_members: int) -> StoreStats:
+    """Figures from the words of an index."""
+    return StoreStats(
+        url=url,
+        capacity_bytes=g.capacity,
+        data_bytes=g.data_bytes,
+        used_bytes=words[Word.USED_UNITS] * g.unit_bytes,
+        pending_bytes=words[Word.PENDING],
+        index_bytes=g.index_bytes,
+        index_used_bytes=words[Word.USED_CELLS] * CELL,
+        chunks=words[Word.CHUNKS],
+        members=num_members,
+        stored=words[Word.STORED],
+        stored_bytes=words[Word.STORED_BYTES],
+        evicted=words[Word.EVICTED],
+        damaged=words[Word.DAMAGED],
+        aborted=words[Word.ABORTED],
+        rebuilds=words[Word.REBUILDS],
+    )
 
 
 def _described_spec(core: Core, entry: Entry) -> KVSpec | None:

@@ -238,13 +238,8 @@ class SharedMembers:
     def _living(self) -> Iterator[int]:
         # A slot that was never used has no group; asking the kernel about the rest costs half a microsecond.
         for slot, group in enumerate(self._words[self._base(0) + _GROUP :: SLOT_BYTES // 8].tolist()):
-            if slot == self._slot or (group and self._is_locked(slot)):
+            if slot == self._slot or (group and _is_locked(self._fd, slot)):
                 yield slot
-
-    def _is_locked(self, slot: int) -> bool:
-        question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _SLOT_LOCK + slot, 1, 0)
-        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, question)
-        return int(_FLOCK.unpack(answer)[0]) != fcntl.F_UNLCK
 
     @staticmethod
     def _base(slot: int) -> int:
@@ -304,6 +299,22 @@ class SharedMembers:
         self._words.release()
         self._map.close()
         os.close(self._fd)
+
+
+def count_members(path: str) -> int:
+    """Living processes, for one that is none of them. Raises OSError."""
+    fd = open_private(path, os.O_RDONLY)
+    try:
+        slots = range(NUM_SLOTS)
+        groups = (os.pread(fd, 8, PAGE + slot * SLOT_BYTES + 8 * _GROUP) for slot in slots)
+        return sum(any(group) and _is_locked(fd, slot) for slot, group in zip(slots, groups, strict=True))
+    finally:
+        os.close(fd)
+
+
+def _is_locked(fd: int, slot: int) -> bool:
+    question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _SLOT_LOCK + slot, 1, 0)
+    return int(_FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question))[0]) != fcntl.F_UNLCK
 
 
 def _try_lock(fd: int, byte: int) -> bool:

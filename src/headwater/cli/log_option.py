@@ -1,0 +1,36 @@
+"""`--log-format`, the same for every command that serves. It takes effect before anything else is looked at, so that
+errors in other options are written in that format, too."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headwater.logs import LOG_FORMAT_VARIABLE, LOG_FORMATS, set_up_logs
+
+_PROCESSES = {"serve": "server", "receive": "receiver"}
+"""What the process of a command is called in its lines, where that is not the command's name."""
+
+_TEXT = dict.fromkeys(("proxy", "router", "exporter"), "%(levelname)s %(message)s")
+"""How lines for people look; of other commands, as Python writes them."""
+
+
+def _set_up(context: typer.Context, chosen: str) -> str:
+    if not context.resilient_parsing:  # which is completion, and runs nothing
+        name = context.info_name or ""
+        set_up_logs(_PROCESSES.get(name, name), chosen, text=_TEXT.get(name))
+    return chosen
+
+
+LogFormat = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(LOG_FORMATS),
+        envvar=LOG_FORMAT_VARIABLE,
+        show_envvar=True,
+        is_eager=True,
+        callback=_set_up,
+        help="Lines on stderr: for people, or one JSON object each.",
+    ),
+]
