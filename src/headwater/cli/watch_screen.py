@@ -92,7 +92,7 @@ def _figures(look: dict[str, Any], points: Points, width: int) -> list[Renderabl
         ("fill", _gauge(share, chart), f"{share:.0%}", f"{size(store['used_bytes'])} of {size(store['data_bytes'])}, "
          f"{plural(store['chunks'], 'chunk')}", "cyan"),
         ("hit rate", _spark([p["hit_rate"] for p in points], chart, 1.0), "–" if rate is None else f"{rate:.0%}",
-         f"{totals['matched_tokens']:,.0f} of {asked:,.0f} tokens", "green"),
+         f"{totals['matched_tokens']:,.0f} of {asked:,.0f} tokens in all", "green"),
         ("loaded", _spark([p["out_bytes_s"] for p in points], chart), f"{size(int(last.get('out_bytes_s', 0)))}/s",
          f"{size(int(totals['loaded_bytes']))} in {plural(int(totals['loads']), 'load')}", "green"),
         ("saved", _spark([p["in_bytes_s"] for p in points], chart), f"{size(int(last.get('in_bytes_s', 0)))}/s",
