@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-fast test-fleet test-vllm test-identity bench lint format clean redis-server promtool chromium mooncake docs docs-serve plots
+.PHONY: help serve demo demo-pd venv test test-all test-unit test-vllm-first test-integration-1 test-integration-2 test-fast test-fleet test-vllm test-identity bench lint format clean redis-server promtool chromium mooncake docs docs-serve plots
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,16 +32,23 @@ demo: $(SERVE_STAMP)  ## two servers on one pool: what the second one saves
 demo-pd: $(SERVE_STAMP)  ## prefill and decode in two servers behind a proxy: what decode is spared (under 2 minutes)
 	$(BIN)/headwater demo --disaggregated $(ARGS)
 
-# Two at a time at first: the unit tests keep one core busy, and so does vLLM, which mostly starts.
+# Two at a time: the unit tests keep one core busy, vLLM mostly starts, and integration tests wait for each other's
+# processes half of their time.
 test: lint docs redis-server promtool chromium  ## lint, types, coverage, every test but the two long suites below
 	@$(MAKE) -j2 --output-sync=target test-unit test-vllm-first
-	$(BIN)/pytest -q -m "not fleet" tests/integration tests/gpu
+	@$(MAKE) -j2 --output-sync=target test-integration-1 test-integration-2
 
 # Coverage doubles the time that Python takes, so the slow ones run without.
 test-unit: $(STAMP)
 	$(BIN)/coverage run -m pytest -q -m "not slow" tests/unit
 	@$(BIN)/coverage report
 	$(BIN)/pytest -q -m slow tests/unit
+
+test-integration-1: $(STAMP)
+	$(BIN)/pytest -q -m "not fleet" $$(ls tests/integration/test_*.py | awk 'NR % 2') tests/gpu
+
+test-integration-2: $(STAMP)
+	$(BIN)/pytest -q -m "not fleet" $$(ls tests/integration/test_*.py | awk 'NR % 2 == 0')
 
 test-vllm-first: $(VLLM_STAMP)
 	$(VLLM_BIN)/python -m pytest -q -m "not matrix" tests/with_vllm
