@@ -37,8 +37,10 @@ TRANSFER = TransferStats(
     num_matched_tokens=109,
     num_loaded_tokens=110,
     num_failed_loads=111,
+    num_late_fetches=113,
     wait_seconds=112.5,
     fetch_times=_spread("fetch_times"),
+    is_up=1,
 )
 NEAR = TierStats(
     "shm:///near",

@@ -243,7 +243,7 @@ def test_a_real_prometheus_answers_every_panel(tmp_path: Path) -> None:
     def collect() -> Any:
         nonlocal num_asked
         num_asked += 100
-        counted = replace(TRANSFER, num_asked_tokens=num_asked, num_loaded_tokens=num_asked // 4)
+        counted = replace(TRANSFER, num_asked_tokens=num_asked, num_matched_tokens=num_asked // 4)
         return figures(counted, Source.SCHEDULER)
 
     with open_pool(url) as pool, ExitStack() as stack:
@@ -257,7 +257,7 @@ def test_a_real_prometheus_answers_every_panel(tmp_path: Path) -> None:
         wait_until(lambda: bool(ask("count_over_time(headwater_store_up[5m]) > 4")), what="five scrapes")
         unanswered = [text for text in expressions() if not SERVE_ONLY.search(text) and not ask(always(text))]
         assert not unanswered
-        (rate,) = [panel for panel in panels() if panel["title"] == "Token hit rate" and panel["type"] == "gauge"]
+        (rate,) = [panel for panel in panels() if panel["title"] == "Hit rate" and panel["type"] == "gauge"]
         (shown,) = ask(rate["targets"][0]["expr"].replace("$__rate_interval", "5m").replace('=~"$', '!~"$'))
         assert float(shown["value"][1]) == pytest.approx(0.25)
         (fill,) = ask("max(headwater_store_used_bytes / headwater_store_data_bytes)")

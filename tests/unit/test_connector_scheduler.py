@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the connector needs torch")
 
-from headwater.connector import fetches
+from headwater.connector import fetches, tracker
 from headwater.connector.config import ConnectorConfig
 from headwater.connector.orders import SaveOrder, StepOrders, StepReport
 from headwater.connector.scheduler import LoadEnd, SchedulerSide
@@ -27,7 +27,7 @@ from headwater.kv.topology import whole_shard
 from headwater.pool.pool import open_pool
 from headwater.pool.space import Space
 
-from support import gqa, identity
+from support import gqa, identity, wait_until
 
 BLOCK, CHUNK, DUMMY = 4, 16, 999
 SPEC = gqa(layers=1, heads=1, dim=8)
@@ -979,6 +979,40 @@ def test_a_fetch_that_is_late_with_everything_is_not_begun_again(space: Space) -
     for _ in range(3):
         assert engine.side.match("a", 0) == (0, "async")
     assert fetch.is_released
+
+
+@pytest.mark.parametrize("num_kept", [0, 2])
+def test_a_fetch_that_is_late_is_counted_and_logged_once_a_minute(
+    num_kept: int, space: Space, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(space, 48)
+    late = [FakeFetch(num_kept=num_kept) for _ in range(3)]
+    engine = Engine(fetching(space, *late), settings={"load_deadline_s": 0.01})
+    for number, name in enumerate("abc"):
+        engine.add(name, 60)
+        assert engine.side.match(name, 0) is None
+        engine.side.wait_fetch(10.0)
+        wait_until(lambda: engine.side.num_fetching == 0, what="a fetch that is late")
+        for _ in range(3):  # an engine without free blocks asks at every step
+            assert engine.side.match(name, 0) == (16 * num_kept, "async")
+        assert engine.side.counts.stats().num_late_fetches == number + 1
+        engine.side.finish(name, 0, ())
+        if name == "b":  # a minute later
+            now = time.monotonic
+            monkeypatch.setattr(tracker.time, "monotonic", lambda: now() + LOG_EVERY_S)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{n * num_kept} of {n * 3} chunks came from lower tiers within 0.01 s (load_deadline_s); the rest is computed"
+        for n in (1, 2)
+    ]
+
+
+def test_a_fetch_that_comes_in_time_is_not_late(space: Space, caplog: pytest.LogCaptureFixture) -> None:
+    fill(space, 48)
+    engine = Engine(fetching(space, FakeFetch(num_kept=3, is_done=True)), settings={"load_deadline_s": 0.0})
+    engine.add("a", 60)
+    assert engine.side.match("a", 0) == (48, "async")
+    assert engine.side.counts.stats().num_late_fetches == 0
+    assert not caplog.records
 
 
 def test_waiting_for_a_fetch_ends_when_one_is_done(space: Space) -> None:

@@ -121,7 +121,7 @@ def test_sums_over_processes_that_come_and_go(url: str, monkeypatch: pytest.Monk
         for _ in range(2):
             shown = page(watch)
             assert (shown[LOADED], shown[f"{LOADS}_count"]) == (150, 4)
-            assert ENGINES + '{engine="headwater"}' not in shown
+            assert shown[ENGINES + '{engine="headwater"}'] == 0, "an alert needs a number"
         monkeypatch.setattr(files, "KEEP_S", -1.0)
         three = Process(pool)  # removes the files of the dead
         three.says(replace(TransferStats(), loaded_bytes=7))
@@ -138,6 +138,21 @@ def test_a_process_that_lived_between_two_looks_is_counted(url: str) -> None:
         short.says(replace(TransferStats(), loaded_bytes=5))
         short.publisher.close()
         assert page(watch)[LOADED] == 5
+
+
+def test_one_engine_that_is_off_is_seen_beside_others(url: str) -> None:
+    with open_pool(url) as pool:
+        one, two = Process(pool), Process(pool)
+        watch = watch_of(url)
+        assert "headwater_connector_up" not in page(watch)
+        one.says(replace(TransferStats(), is_up=1))
+        two.says(replace(TransferStats(), is_up=1))
+        assert page(watch)["headwater_connector_up"] == 1
+        two.says(TransferStats())
+        assert page(watch)["headwater_connector_up"] == 0
+        two.publisher.close()
+        assert page(watch)["headwater_connector_up"] == 1
+        one.publisher.close()
 
 
 def test_the_pool_may_come_late_go_and_come_again(url: str) -> None:

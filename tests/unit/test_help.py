@@ -98,7 +98,8 @@ def test_help_is_quick() -> None:
 COMPLETE = """
 eval "$(headwater --show-completion)"
 complete -p headwater
-for line in "headwater po" "headwater pool st" "headwater serve --pool-l" "headwater serve --pool-load a"; do
+for line in "headwater po" "headwater pool st" "headwater serve --pool-l" "headwater serve --pool-load a" \
+    "headwater serve --log-format j"; do
     COMP_WORDS=($line); COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 )); COMPREPLY=()
     _headwater_completion headwater
     echo "$line -> ${COMPREPLY[*]}"
@@ -124,6 +125,7 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path) -> None:
         "headwater pool st -> stats",
         "headwater serve --pool-l -> --pool-load",
         "headwater serve --pool-load a -> auto async",
+        "headwater serve --log-format j -> json",
     ]
 
 

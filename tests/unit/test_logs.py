@@ -149,6 +149,6 @@ def test_a_format_that_there_is_not_is_refused() -> None:
     pytest.importorskip("prometheus_client")
     code, lines = run("-m", "headwater", "pool", "exporter", "--log-format", "xml")
     assert code == 2
-    assert lines == ["error: the log format is 'xml'; expected one of text, json"]
+    assert "'xml' is not one of 'text', 'json'" in lines[-1]
     code, lines = run("-m", "headwater", "pool", "exporter", HEADWATER_LOG_FORMAT="xml")
     assert code == 2

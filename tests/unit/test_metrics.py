@@ -60,7 +60,7 @@ def test_every_figure_is_declared_once() -> None:
 def test_names_follow_prometheus_conventions() -> None:
     assert len({metric.name for metric in POOL_METRICS}) == len(POOL_METRICS)
     for metric in POOL_METRICS:
-        assert re.fullmatch(r"headwater_(pool|store|tier)(_[a-z]+)+", metric.name)
+        assert re.fullmatch(r"headwater_(connector|pool|store|tier)(_[a-z]+)+", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert bool(metric.buckets) == (metric.kind == "histogram")
         assert metric.labels == (("tier",) if metric.source is Source.TIER else ())

@@ -253,24 +253,58 @@ def stored(number: int, kind: EventKind = EventKind.STORED, key: int = 1) -> Eve
 def test_chunks_of_one_save_are_one_entry() -> None:
     activity = Activity()
     events = [stored(0), stored(1), stored(2), stored(0, key=2), *[stored(n, EventKind.REMOVED) for n in (5, 1, 9)]]
-    activity.add_events([*events, stored(1)], lambda key: None)
+    activity.add_events([*events, stored(1)], lambda key: None, "shm")
     found = [(entry.kind, entry.num_chunks, entry.num_tokens) for entry in activity.entries]
     assert found == [("saved", 3, 48), ("saved", 1, 16), ("removed", 3, 48), ("saved", 1, 16)]
 
 
+def test_what_is_stored_in_a_lower_tier_is_a_copy_and_no_second_save() -> None:
+    activity = Activity()
+    copies = [event._replace(tier="redis") for event in (stored(0), stored(1))]
+    activity.add_events([stored(0), stored(1), *copies], lambda key: None, "shm")
+    assert [(entry.kind, entry.tier, entry.num_chunks) for entry in activity.entries] == [
+        ("saved", "shm", 2),
+        ("copied", "redis", 2),
+    ]
+    lines = shown(made_look(1e9, events=[asdict(entry) for entry in activity.entries]))
+    assert any("save   32 tokens" in line for line in lines)
+    assert any("copy   → redis  32 tokens" in line for line in lines)
+
+
+def shown(look: Look) -> list[str]:
+    out = Console(file=io.StringIO(), width=140, color_system=None)
+    return ["".join(part.text for part in line) for line in out.render_lines(draw_block(look, [], 140), pad=False)]
+
+
+def test_tokens_that_the_pool_had_and_that_were_loaded_are_told_apart() -> None:
+    found = {"asked_tokens": 1300.0, "matched_tokens": 1203.0}
+    (line,) = [line for line in shown(made_look(1e9, **found, late_fetches=1.0)) if line.startswith("hit rate")]
+    assert "93%  1,203 of 1,300 tokens in all, 0 loaded" in line
+    (line,) = [line for line in shown(made_look(1e9, **found, loaded_tokens=1203.0)) if line.startswith("hit rate")]
+    assert line.rstrip().endswith("1,203 of 1,300 tokens in all")
+    assert any("0 chunks, 1 late" in line for line in shown(made_look(1e9, **found, late_fetches=1.0)))
+
+
+def test_one_is_not_many() -> None:
+    (line,) = [text for text in shown(made_look(1e9, tiers=[tier(1, 1) | {"breaker_trips": 1.0, "fetched": 1.0}]))
+               if text.startswith("tier")]
+    assert "1 chunk fetched, 0 waiting, 1 trip" in line
+    assert "trips" not in line
+
+
 def test_the_list_is_bounded_and_lost_events_are_told() -> None:
     activity = Activity()
-    activity.add_events([stored(0, key=number % 200 + 1) for number in range(1000)], lambda key: None)
+    activity.add_events([stored(0, key=number % 200 + 1) for number in range(1000)], lambda key: None, "shm")
     assert len(activity.entries) == MAX_ENTRIES
-    activity.add_events([Event(1, EventKind.LOST, "")], lambda key: None)
+    activity.add_events([Event(1, EventKind.LOST, "")], lambda key: None, "shm")
     assert activity.entries[-1].kind == "lost"
     assert [entry.sequence for entry in activity.entries][-1] == 1001
 
 
 # ---- history ----------------------------------------------------------------------------------------------------
 def made_look(time_s: float, **changes: Any) -> Look:
-    names = ("asked_tokens", "matched_tokens", "loaded_bytes", "saved_bytes", "loads", "saves")
-    names += ("dropped_chunks", "failed_loads")
+    names = ("asked_tokens", "matched_tokens", "loaded_tokens", "loaded_bytes", "saved_bytes", "loads", "saves")
+    names += ("dropped_chunks", "failed_loads", "late_fetches")
     fields = ("used_bytes", "data_bytes", "chunks", "evicted", "damaged", "members")
     return {
         "time_s": time_s,
@@ -316,7 +350,7 @@ PREFIX = {"key": "0123abcd", "model": "模型" * 30, "tenant": EVIL, "first_toke
 PREFIX |= {"num_chunks": 9, "num_bytes": 10**13, "branches": 3, "hits": 10**9, "last_used_s": 1.0}
 ENTRY = {"sequence": 1, "time_s": 1e9, "key": "0123abcd", "tier": "shm", "model": "模型" * 30, "tenant": EVIL}
 ENTRY |= {"num_chunks": 2, "num_tokens": 10**6, "num_bytes": 10**9, "count": 7, "text": EVIL}
-ALL_KINDS = ("saved", "hit", "removed", "cleared", "lost", "attached", "left", "breaker")
+ALL_KINDS = ("saved", "copied", "hit", "removed", "cleared", "lost", "attached", "left", "breaker")
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 15), (109, 30), (110, 24), (200, 60), (40, 12)])

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 from vllm.v1.metrics.stats import SchedulerStats
@@ -23,6 +24,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from headwater.connector.metrics import POOL_METRICS, Source, host_values, own_values
 from headwater.connector.stats import TransferStats
 from headwater.integrations.vllm import stats as stats_module
+from headwater.integrations.vllm.connector import HeadwaterConnector
 from headwater.integrations.vllm.stats import READ_EVERY_S, Differences, HeadwaterStats, PoolFigures, Reporter
 from headwater.kv.topology import whole_shard
 from headwater.pool.pool import Pool, open_pool
@@ -242,6 +244,28 @@ def test_nothing_is_said_where_nothing_happened() -> None:
     assert reporter.worker(TransferStats(), {"load_times": []}, None) is None
     assert reporter.worker(TransferStats(saved_bytes=4), {}, None) is not None
     assert reporter.worker(TransferStats(saved_bytes=4), {}, None) is None
+
+
+def test_whether_the_connector_is_up_is_told_when_it_changes(prom: KVConnectorProm) -> None:
+    name, reporter = "headwater_connector_up", Reporter()
+    assert name not in page(), "0 would be an alarm before the first step"
+    for up in (1, 0):
+        told = reporter.scheduler(TransferStats(is_up=up, num_asked_tokens=5), {}, None)
+        assert told is not None
+        prom.observe(wire(told), 0)
+        assert page()[name] == up
+        assert reporter.scheduler(TransferStats(is_up=up, num_asked_tokens=5), {}, None) is None, "a message each step"
+    assert page()["headwater_pool_asked_tokens_total"] == 5
+
+
+def test_a_connector_that_is_off_says_so(prom: KVConnectorProm) -> None:
+    connector = HeadwaterConnector.__new__(HeadwaterConnector)
+    vars(connector).update(_role=KVConnectorRole.SCHEDULER, _reporter=Reporter(), _member=None, _steps=None)
+    told = connector.get_kv_connector_stats()
+    assert told is not None
+    prom.observe(wire(told), 0)
+    assert page()["headwater_connector_up"] == 0
+    assert connector.get_kv_connector_stats() is None, "once is enough"
 
 
 # ---- the pool's own figures -------------------------------------------------------------------------------------

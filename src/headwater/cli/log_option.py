@@ -3,11 +3,11 @@ errors in other options are written in that format, too."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwater.cli.usage import reading_options
+from headwater.cli.usage import choice, plain, reading_options
 from headwater.logs import LOG_FORMAT_VARIABLE, LOG_FORMATS, set_up_logs
 
 _PROCESSES = {"serve": "server", "receive": "receiver"}
@@ -21,12 +21,17 @@ def _set_up(context: typer.Context, chosen: str) -> str:
     if not context.resilient_parsing:  # which is completion, and runs nothing
         name = context.info_name or ""
         with reading_options():
-            set_up_logs(_PROCESSES.get(name, name), chosen, text=_TEXT.get(name))
+            set_up_logs(_PROCESSES.get(name, name), plain(chosen), text=_TEXT.get(name))
     return chosen
 
 
+if TYPE_CHECKING:
+    _Format = str
+else:
+    _Format = choice(*LOG_FORMATS)
+
 LogFormat = Annotated[
-    str,
+    _Format,
     typer.Option(
         metavar="|".join(LOG_FORMATS),
         envvar=LOG_FORMAT_VARIABLE,

@@ -19,8 +19,8 @@ from headwater.stores.url import format_size
 WIDE = 110
 _BARS = "▁▂▃▄▅▆▇█"
 _BLOCK_ROWS = 5
-_STYLES = {"hit": "green", "saved": "blue", "removed": "yellow", "cleared": "yellow", "lost": "red", "breaker": "red"}
-_WORDS = {"saved": "save", "removed": "remove", "cleared": "clear", "lost": "gap", "attached": "join", "left": "leave"}
+_STYLES = {"hit": "green", "saved": "blue", "copied": "blue", "removed": "yellow", "cleared": "yellow", "lost": "red", "breaker": "red"}
+_WORDS = {"saved": "save", "copied": "copy", "removed": "remove", "cleared": "clear", "lost": "gap", "attached": "join", "left": "leave"}
 _WAITING = {
     "absent": "There is no pool here yet. Waiting for one: any engine that uses it makes it.",
     "unreadable": "The pool cannot be read. Trying again.",
@@ -86,13 +86,17 @@ def _figures(look: dict[str, Any], points: Points, width: int) -> list[Renderabl
     asked = totals["asked_tokens"]
     rate = last.get("hit_rate")
     rate = totals["matched_tokens"] / asked if rate is None and asked else rate
-    wrong = (("damaged", store["damaged"]), ("dropped", totals["dropped_chunks"]), ("failed", totals["failed_loads"]))
+    wrong = (
+        *(("damaged", store["damaged"]), ("dropped", totals["dropped_chunks"]), ("failed", totals["failed_loads"])),
+        ("late", totals["late_fetches"]),
+    )
+    loaded = f", {totals['loaded_tokens']:,.0f} loaded" if totals["loaded_tokens"] != totals["matched_tokens"] else ""
     bad = "".join(f", {count:,.0f} {name}" for name, count in wrong if count)
     rows = [
         ("fill", _gauge(share, chart), f"{share:.0%}", f"{size(store['used_bytes'])} of {size(store['data_bytes'])}, "
          f"{plural(store['chunks'], 'chunk')}", "cyan"),
         ("hit rate", _spark([p["hit_rate"] for p in points], chart, 1.0), "–" if rate is None else f"{rate:.0%}",
-         f"{totals['matched_tokens']:,.0f} of {asked:,.0f} tokens in all", "green"),
+         f"{totals['matched_tokens']:,.0f} of {asked:,.0f} tokens in all{loaded}", "green"),
         ("loaded", _spark([p["out_bytes_s"] for p in points], chart), f"{size(int(last.get('out_bytes_s', 0)))}/s",
          f"{size(int(totals['loaded_bytes']))} in {plural(int(totals['loads']), 'load')}", "green"),
         ("saved", _spark([p["in_bytes_s"] for p in points], chart), f"{size(int(last.get('in_bytes_s', 0)))}/s",
@@ -115,7 +119,8 @@ def _tier(tier: dict[str, Any], width: int) -> Text:
     asked = tier["hits"] + tier["misses"]
     rate = f"{tier['hits'] / asked:.0%} of {asked:,.0f} reads hit" if asked else "no reads"
     line.append("  ").append(*state).append(f"  {rate}, {format_size(int(tier['hit_bytes']))} read", "dim")
-    line.append(f", {tier['waiting']:,.0f} waiting, {tier['breaker_trips']:,.0f} trips", "dim")
+    waiting, trips = f"{tier['waiting']:,.0f} waiting", plural(int(tier["breaker_trips"]), "trip")
+    line.append(f", {plural(int(tier['fetched']), 'chunk')} fetched, {waiting}, {trips}", "dim")
     line.truncate(width, overflow="ellipsis")
     return line
 
@@ -162,9 +167,10 @@ def _activity(events: Sequence[dict[str, Any]], width: int, num_rows: int) -> Re
 def _sentence(entry: dict[str, Any]) -> str:
     about = " ".join(filter(None, [entry["key"], entry["model"], entry["tenant"] and f"tenant {entry['tenant']}"]))
     match entry["kind"]:
-        case "saved":
+        case "saved" | "copied":
             size = f", {format_size(entry['num_bytes'])}" if entry["num_bytes"] else ""
-            return f"{entry['num_tokens']:,} tokens{size}  {about}"
+            where = f"→ {entry['tier']}  " if entry["kind"] == "copied" else ""
+            return f"{where}{entry['num_tokens']:,} tokens{size}  {about}"
         case "hit":
             by = f" by {entry['count']:,} requests" if entry["count"] > 1 else ""
             return f"{entry['num_tokens']:,} tokens loaded{by}  {about}"

@@ -45,6 +45,8 @@ class FetchTicket:
     def __init__(self, fetches: Fetches, shared: _Shared) -> None:
         self._fetches = fetches
         self._shared: _Shared | None = shared
+        self.is_told = False
+        """Whether it was counted that this fetch came late for this request."""
         shared.num_users += 1
 
     @property

@@ -15,7 +15,7 @@ from headwater.connector.fetches import POLL_S, Fetches
 from headwater.connector.lookups import LookupRunner
 from headwater.connector.orders import ASYNC
 from headwater.connector.stats import SchedulerCounts
-from headwater.connector.tracker import Tracked
+from headwater.connector.tracker import LateChunks, Tracked
 from headwater.connector.transfers import Expected, TransferParams
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import whole_shard
@@ -44,6 +44,7 @@ class Finder:
     def __init__(self, lookup_s: float, config: ConnectorConfig, counts: SchedulerCounts) -> None:
         self._config = config
         self._counts = counts
+        self._late = LateChunks(config.load_deadline_s)
         self._lookups = LookupRunner(lookup_s)
         # In the other modes a step waits for the load, which must then wait for nobody.
         near_s = FOLLOW_S if config.load_mode in (AUTO, ASYNC) else 0.0
@@ -188,6 +189,10 @@ class Finder:
         elif ticket is not None:
             num_kept = ticket.num_kept(wanted)
             if ticket.is_late:  # slower than computing it may take: go ahead with what there is
+                if num_kept < len(wanted) and not ticket.is_told:
+                    ticket.is_told = True
+                    self._counts.fetch_late()
+                    self._late.add(num_kept, len(wanted))
                 wanted = wanted[:num_kept]
             if num_kept < len(wanted):  # the rest is read from further down, and a step must not wait for that
                 mode = ASYNC

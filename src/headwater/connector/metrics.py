@@ -56,8 +56,9 @@ class Metric:
 
     @property
     def starts_at_zero(self) -> bool:
-        """Whether it is shown before anything was reported. Of a store nothing is known until somebody has looked."""
-        return self.source in (Source.WORKER, Source.SCHEDULER)
+        """Whether it is shown before anything was reported. Of a store nothing is known until somebody has looked, nor
+        whether a connector is up until it says so."""
+        return self.kind != "gauge" and self.source in (Source.WORKER, Source.SCHEDULER)
 
 
 def _worker(name: str, field: str, text: str) -> Metric:
@@ -83,6 +84,14 @@ def _tier(field: str, text: str) -> Metric:
 
 
 POOL_METRICS: tuple[Metric, ...] = (
+    Metric(
+        "headwater_connector_up",
+        "gauge",
+        "1 while the engine uses its pool, 0 once the connector is off; the engine's log gives the reason.",
+        Source.SCHEDULER,
+        "is_up",
+        combine=min,
+    ),
     _scheduler("asked_tokens", "num_asked_tokens", "Prompt tokens looked up in the pool."),
     _scheduler("matched_tokens", "num_matched_tokens", "Tokens looked up that the pool had."),
     _scheduler(
@@ -92,6 +101,12 @@ POOL_METRICS: tuple[Metric, ...] = (
     ),
     _scheduler(
         "failed_loads", "num_failed_loads", "Loads that returned less than was matched; the engine recomputes the rest."
+    ),
+    _scheduler(
+        "late_fetches",
+        "num_late_fetches",
+        "Requests for which lower tiers brought fewer chunks than matched before load_deadline_s; the engine "
+        "recomputes the rest.",
     ),
     _scheduler("expected_requests", "num_expected", "Requests that waited for KV from another server."),
     _scheduler("followed_loads", "num_followed", "Loads that began while their chunks were still being written."),
@@ -192,7 +207,9 @@ def distributions(stats: TransferStats) -> dict[str, Distribution]:
 def snapshot(stats: TransferStats, store: StoreStats | None) -> Values:
     """All that one process knows which is rank, scheduler and only reader of its pool, counted since the start."""
     values = transfer_values(stats, Source.WORKER, Source.SCHEDULER)
-    return values if store is None else merge(values, own_values(store), host_values(store))
+    if store is None:  # no pool, and so nothing that could be up
+        return {name: series for name, series in values.items() if BY_NAME[name].kind != "gauge"}
+    return merge(values, own_values(store), host_values(store))
 
 
 def own_values(store: StoreStats) -> Values:

@@ -27,6 +27,8 @@ from headwater.connector.uncertain import Uncertain, followers
 from headwater.errors import HeadwaterError
 from headwater.pool.space import Space
 
+log = logging.getLogger(__name__)
+
 MAX_SHARED_BYTES = 16 << 30
 """When so much is loaded in a step, no other request joins it: all of them wait for the last load, a third of a second
 here. Below that, one step for all is sooner over than a step for each that comes: they would be launched while the next
@@ -66,7 +68,6 @@ class SchedulerSide:
         num_ranks: int,
         dummy_block: int,
         listener: EventListener | None = None,
-        log: logging.Logger | None = None,
     ) -> None:
         """`dummy_block` may be written by any load: it takes what must not go into shared blocks."""
         self._space = space
@@ -75,7 +76,6 @@ class SchedulerSide:
         self._num_ranks = num_ranks
         self._dummy_block = dummy_block
         self._listener: EventListener = listener or NoListener()
-        self._log = log or logging.getLogger(__name__)
         self.counts = SchedulerCounts()
         self.loads_in_step = True
         """Whether a load may go along with the step that needs it, where the configuration allows that."""
@@ -96,7 +96,7 @@ class SchedulerSide:
         self._held: list[_Held] = []
         """Requests that are over, since the last step was ordered."""
         self._spoiled = Spoiled(block_size)
-        self._lost = LostChunks(self._log)
+        self._lost = LostChunks()
         self.pushes = Pushes(num_ranks)
         """Prompts whose KV goes to another host as well."""
         self._last_saves: dict[str, tuple[SaveProgress, int]] = {}
@@ -130,7 +130,7 @@ class SchedulerSide:
                 tenant, adapter, extras = inputs
                 keys = self._space.keys(tokens, tenant=tenant, adapter=adapter, extras=extras)
             except HeadwaterError as error:
-                self._log.warning("a request is served without the pool: %s", error)
+                log.warning("a request is served without the pool: %s", error)
                 inputs = None
         saves = SaveProgress(self._space.chunk_tokens, num_prompt, self._config.min_load_tokens)
         self._tracked[request_id] = Tracked(

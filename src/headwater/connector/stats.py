@@ -47,11 +47,14 @@ class TransferStats:
     num_matched_tokens: int = 0
     num_loaded_tokens: int = 0
     num_failed_loads: int = 0
+    num_late_fetches: int = 0
     num_expected: int = 0
     num_followed: int = 0
     num_given_up: int = 0
     wait_seconds: float = 0.0
     fetch_times: Distribution = Distribution()
+    is_up: int = 0
+    """1 with the figures of a scheduler side that uses its pool."""
 
 
 Times = dict[str, list[float]]
@@ -107,7 +110,7 @@ class SchedulerCounts:
 
     def __init__(self) -> None:
         self._num_asked = self._num_matched = self._num_loaded = self._num_failed = 0
-        self._num_expected = self._num_followed = self._num_given_up = 0
+        self._num_late = self._num_expected = self._num_followed = self._num_given_up = 0
         self._wait_seconds = 0.0
         self.fetch_times = Durations(TRANSFER_BUCKETS_S)
         self._last: tuple[str, int, int] | None = None
@@ -139,6 +142,10 @@ class SchedulerCounts:
         self._num_loaded += max(0, min(num_tokens, tokens.stop) - tokens.start)
         self._num_failed += num_tokens < tokens.stop
 
+    def fetch_late(self) -> None:
+        """A request goes on without chunks that a lower tier did not bring by the deadline."""
+        self._num_late += 1
+
     def expected(self) -> None:
         """Another server is to send KV of a request."""
         self._num_expected += 1
@@ -167,9 +174,11 @@ class SchedulerCounts:
             num_matched_tokens=self._num_matched,
             num_loaded_tokens=self._num_loaded,
             num_failed_loads=self._num_failed,
+            num_late_fetches=self._num_late,
             num_expected=self._num_expected,
             num_followed=self._num_followed,
             num_given_up=self._num_given_up,
             wait_seconds=self._wait_seconds,
             fetch_times=self.fetch_times.total,
+            is_up=1,
         )

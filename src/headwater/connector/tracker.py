@@ -17,6 +17,8 @@ from headwater.pool.match import Match
 from headwater.pool.space import Space
 from headwater.pool.wait import Wait
 
+log = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from headwater.connector.fetches import FetchTicket
     from headwater.connector.transfers import Expected
@@ -208,11 +210,34 @@ class Tracked:
         return num_tokens - (num_tokens > self.num_prompt)
 
 
+class LateChunks:
+    """Chunks that lower tiers had and did not bring in time; the log says so now and then."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._num_kept = self._num_wanted = 0
+        self._next_s = 0.0
+
+    def add(self, num_kept: int, num_wanted: int) -> None:
+        """A request goes on with so many of the chunks that it wanted."""
+        self._num_kept += num_kept
+        self._num_wanted += num_wanted
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + LOG_EVERY_S
+            log.warning(
+                "%d of %d chunks came from lower tiers within %g s (load_deadline_s); the rest is computed",
+                self._num_kept,
+                self._num_wanted,
+                self._deadline_s,
+            )
+            self._num_kept = self._num_wanted = 0
+
+
 class LostChunks:
     """Chunks that were computed and are not in the pool; the log says so now and then."""
 
-    def __init__(self, log: logging.Logger) -> None:
-        self._log = log
+    def __init__(self) -> None:
         self.num_chunks = 0
         self._num_told = 0
         self._next_s = 0.0
@@ -223,7 +248,7 @@ class LostChunks:
         now = time.monotonic()
         if num_chunks and now >= self._next_s:
             self._next_s = now + LOG_EVERY_S
-            self._log.warning(
+            log.warning(
                 "%d chunks of KV were computed and not saved, for want of room in staging or in the pool; more staging "
                 "memory (vLLM's option `staging`) or a larger pool (`capacity` in its URL) keeps them",
                 self.num_chunks - self._num_told,

@@ -48,6 +48,8 @@ STORE_ENGINES = Metric(
     Source.STORE,
     labels=("engine",),
 )
+ENGINES = ("vllm", "headwater")
+"""What `Published.engine` may be. Those without a process have a series, too: an alert needs one to compare."""
 EXPORTER_METRICS = (STORE_UP, STORE_ENGINES)
 
 
@@ -168,7 +170,7 @@ class ExporterMetrics(Collector):
         """One family for each declared metric."""
         look = self._latest()
         yield family(STORE_UP, {"": float(look.is_up)})
-        yield family(STORE_ENGINES, look.engines)
+        yield family(STORE_ENGINES, dict.fromkeys(ENGINES, 0.0) | look.engines)
         yield from pool_families(look.values, look.times)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:

@@ -48,6 +48,11 @@ _SLOT_BYTES = _SLOT.size + 8
 RING_BYTES = _HEADER_BYTES + NUM_SLOTS * _SLOT_BYTES
 
 
+def event_name(tier: str) -> str:
+    """A tier's name as events have it: its first eight bytes."""
+    return tier.encode()[:8].decode("ascii", "replace")
+
+
 class EventRing:
     """The mapped ring. `append` needs the store's write lock; everything else needs nothing."""
 

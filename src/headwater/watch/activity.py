@@ -29,7 +29,7 @@ class ActivityEntry:
     sequence: int
     time_s: float
     kind: str
-    """`saved`, `hit`, `removed`, `cleared`, `lost`, `attached`, `left`, `breaker`."""
+    """`saved`, `copied` (to a lower tier), `hit`, `removed`, `cleared`, `lost`, `attached`, `left`, `breaker`."""
     key: str = ""
     """The first digits; empty where it is about no single prefix."""
     tier: str = ""
@@ -67,18 +67,20 @@ class Activity:
             named: dict[str, Any] = {"key": hit.key.hex()[:SHORT], **names(hit.root)}
             self.add("hit", num_tokens=hit.num_tokens, count=hit.num_requests, **named)
 
-    def add_events(self, events: Sequence[Event], describe: Describe) -> None:
-        """What a pool's events say: chunks that were stored one after another are one save."""
+    def add_events(self, events: Sequence[Event], describe: Describe, first_tier: str) -> None:
+        """What a pool's events say: chunks that were stored one after another are one save. What was stored in another
+        tier than the first, which has this name in events, was copied there. A chunk that was fetched into the first
+        tier looks like one that was saved: no event says where it came from."""
         run: list[Event] = []
         for event in events:
             if run and not _continues(run[-1], event):
-                self._add_run(run, describe)
+                self._add_run(run, describe, first_tier)
                 run = []
             run.append(event)
         if run:
-            self._add_run(run, describe)
+            self._add_run(run, describe, first_tier)
 
-    def _add_run(self, run: list[Event], describe: Describe) -> None:
+    def _add_run(self, run: list[Event], describe: Describe, first_tier: str) -> None:
         last = run[-1]
         fields: dict[str, Any] = {"tier": last.tier, "time_s": last.time_ns / 1e9 if last.time_ns else None}
         if last.kind == EventKind.LOST:
@@ -94,7 +96,8 @@ class Activity:
             tokens = sum(event.num_tokens for event in run)
             size = num_bytes * tokens // max(last.num_tokens, 1)
             named: dict[str, Any] = {"key": last.key.hex()[:SHORT], **names(root)}
-            self.add("saved", num_chunks=len(run), num_tokens=tokens, num_bytes=size, **named, **fields)
+            kind = "saved" if last.tier == first_tier else "copied"
+            self.add(kind, num_chunks=len(run), num_tokens=tokens, num_bytes=size, **named, **fields)
 
 
 def names(root: dict[str, Any]) -> dict[str, str]:

@@ -18,6 +18,7 @@ _TOTALS = {
     "loaded_bytes": "headwater_pool_loaded_bytes_total",
     "saved_bytes": "headwater_pool_saved_bytes_total",
     "failed_loads": "headwater_pool_failed_loads_total",
+    "late_fetches": "headwater_pool_late_fetches_total",
     "dropped_chunks": "headwater_pool_dropped_chunks_total",
     "damaged_chunks": "headwater_pool_damaged_chunks_total",
 }

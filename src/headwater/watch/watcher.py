@@ -21,7 +21,7 @@ from headwater.stores.base import Store
 from headwater.stores.config import find_pool
 from headwater.stores.embedded import EmbeddedStore, store_directory
 from headwater.stores.embedded.survey import Surveyor
-from headwater.stores.events import Follower
+from headwater.stores.events import Follower, event_name
 from headwater.stores.stats import HolderInfo, PrefixInfo
 from headwater.watch.activity import MAX_NAME, SHORT, Activity, names, short
 from headwater.watch.processes import Own, Processes
@@ -145,7 +145,7 @@ class Watcher:
         assert self._store is not None
         stats = self._store.stats()
         events = [] if self._follower is None else self._follower.poll(_MAX_EVENTS)
-        self._activity.add_events(events, self._describe)
+        self._activity.add_events(events, self._describe, event_name(self._urls[0].scheme))
         self._is_stale = self._is_stale or bool(events)
         if self._surveyor is not None:
             self._survey(self._surveyor)

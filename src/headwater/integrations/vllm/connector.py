@@ -37,6 +37,7 @@ from headwater.connector.worker import WorkerSide
 from headwater.integrations.vllm.adapters import check_loaded
 from headwater.integrations.vllm.declined import LOGGER, DeclinedError
 from headwater.integrations.vllm.events import as_vllm_event
+from headwater.integrations.vllm.logs import join_logs
 from headwater.integrations.vllm.messages import StepMetadata, WorkerGreeting, WorkerMetadata
 from headwater.integrations.vllm.options import read_options, settle_load_mode
 from headwater.integrations.vllm.reloads import Freshness
@@ -76,6 +77,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_logs()
         transfer = vllm_config.kv_transfer_config
         self._options = read_options(transfer.kv_connector_extra_config, transfer.kv_role)
         self._takeback: Takeback | None = None
@@ -419,7 +421,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         if self.role == KVConnectorRole.WORKER:
             return self._reporter.worker(self._moved, self._worker.take_times(), shared)
         if self._steps is None:
-            return None
+            return self._reporter.scheduler(TransferStats(), {}, None)  # that it is off, once
         counts = self._steps.side.counts
         return self._reporter.scheduler(counts.stats(), counts.take_times(), shared)
 

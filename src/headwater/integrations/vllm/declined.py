@@ -5,7 +5,7 @@ from __future__ import annotations
 from headwater.errors import EngineConfigError
 
 LOGGER = "vllm.headwater"
-"""Below vLLM's own logger: other ones are silent in its processes."""
+"""Below vLLM's own logger, which has handlers. `logs` sends there what Headwater's other loggers say."""
 
 
 class DeclinedError(EngineConfigError):

@@ -35,7 +35,7 @@ from headwater.peers.process import ReceiverChild, ReceiverSpec
 from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
 from headwater.stores.config import find_pool
-from headwater.stores.url import first_tier, format_size
+from headwater.stores.url import StoreUrl, first_tier, format_size
 from headwater.transfer.view import PagedView
 
 log = logging.getLogger(LOGGER)
@@ -124,9 +124,8 @@ def start_scheduling(config: Any, cache: Any, options: Options, listener: EventL
         num_ranks=config.parallel_config.world_size,
         dummy_block=NULL_BLOCK,
         listener=listener,
-        log=log,
     )
-    _check_capacity(config, member)
+    _check_capacity(config, member, first_tier(find_pool(options.connector.pool).urls))
     log.info("Headwater: %s shares KV of %s", find_pool(options.connector.pool), member.identity)
     adapters = Adapters(rules=adapter_rules(config.lora_config))
     return Steps(side, hashes_inputs=_hashes_inputs(config), adapters=adapters), member
@@ -200,18 +199,23 @@ def _step_bytes(config: Any, options: Options, shard: Shard, view: PagedView) ->
     return num_tokens * layers * heads * row_bytes
 
 
-def _check_capacity(config: Any, member: Membership) -> None:
+def _check_capacity(config: Any, member: Membership, url: StoreUrl) -> None:
     """Say at the start where the pool is small for what one step computes: chunks would often find no room."""
     step_bytes = int(config.scheduler_config.max_num_batched_tokens) * member.spec.extent_bytes(1)
     data_bytes = member.pool.stats().store.data_bytes
     if data_bytes < STEPS_IN_POOL * step_bytes:
+        place = str(url).partition("?")[0]
+        first = f"; remove the pool that there is first (headwater pool clear --remove {place})"
         log.warning(
-            "Headwater: the pool holds %s, and one step of %d tokens computes %s of KV; give it a capacity of %s or "
-            "more (pool: shm:///headwater?capacity=…), or long prompts push each other out",
+            "Headwater: %s holds %s, and one step of %d tokens computes %s of KV; give it a capacity of %s or more "
+            "(pool: %s?capacity=…), or long prompts push each other out%s",
+            url,
             format_size(data_bytes),
             config.scheduler_config.max_num_batched_tokens,
             format_size(step_bytes),
             format_size(STEPS_IN_POOL * step_bytes),
+            place,
+            "" if url.scheme == "memory" else first,
         )
 
 

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from headwater.connector.metrics import (
     BY_NAME,
     POOL_METRICS,
+    Kind,
     Metric,
     Source,
     Values,
@@ -151,10 +152,7 @@ class PoolFigures:
                 log.exception("Headwater: reading the pool's figures failed; they are not reported any more")
                 return {}
             values = merge(*((host_values if kind else own_values)(store) for kind in due))
-            counters = {name: series for name, series in values.items() if BY_NAME[name].kind == "counter"}
-            gauges = {name: series for name, series in values.items() if BY_NAME[name].kind == "gauge"}
-            told = {name: {tier: {self._name: n} for tier, n in series.items()} for name, series in gauges.items()}
-            return self._differences.since(counters) | told
+            return self._differences.since(_of_kind(values, "counter")) | _told(_of_kind(values, "gauge"), self._name)
 
 
 class Reporter:
@@ -162,6 +160,9 @@ class Reporter:
 
     def __init__(self) -> None:
         self._differences = Differences()
+        self._name = secrets.token_hex(4)
+        self._gauges: Values = {}
+        """What was told last: a gauge that stays as it is makes no message of a step in which nothing happened."""
 
     def worker(self, stats: TransferStats, times: Times, pool: PoolFigures | None) -> HeadwaterStats | None:
         """What a rank has done; None where that is nothing."""
@@ -173,8 +174,20 @@ class Reporter:
 
     def _report(self, values: Values, times: Times, others: Data) -> HeadwaterStats | None:
         durations: Data = {_HISTOGRAMS[field]: {"": seconds} for field, seconds in times.items() if seconds}
-        found = HeadwaterStats(data=self._differences.since(values) | durations | others)
+        gauges = _of_kind(values, "gauge")
+        told = _told(gauges, self._name) if gauges != self._gauges else {}
+        self._gauges = gauges
+        found = HeadwaterStats(data=self._differences.since(_of_kind(values, "counter")) | told | durations | others)
         return None if found.is_empty() else found
+
+
+def _of_kind(values: Values, kind: Kind) -> Values:
+    return {name: series for name, series in values.items() if BY_NAME[name].kind == kind}
+
+
+def _told(gauges: Values, process: str) -> Data:
+    """Gauges as what one process says of them: those of several processes must be told apart."""
+    return {name: {tier: {process: n} for tier, n in series.items()} for name, series in gauges.items()}
 
 
 _registered: list[Any] = []

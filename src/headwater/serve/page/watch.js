@@ -9,7 +9,7 @@ const MAX_ENTRIES = 60;
 const KEY = "headwater-key";
 
 const $ = (id) => document.getElementById(id);
-const state = { key: sessionStorage.getItem(KEY), session: "", points: [], entries: [], look: null, sort: "num_bytes", clock: 0, span: 60 };
+const state = { key: sessionStorage.getItem(KEY), session: "", points: [], entries: [], look: null, sort: "num_bytes", clock: 0, span: 60, asked: false };
 
 // ---- numbers with units ---------------------------------------------------------------------------------------------
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -110,7 +110,8 @@ function drawCharts() {
   const rates = [{ points: points.map((p) => [p.time_s, p.hit_rate]), style: "all" }];
   tiers.slice(0, 4).forEach((tier, i) => rates.push({ points: points.map((p) => [p.time_s, p.tier_rates[tier] ?? null]), style: `t${i + 1}` }));
   legend("rate-legend", [["all", "tokens asked for"], ...tiers.slice(0, 4).map((tier, i) => [`t${i + 1}`, tier])]);
-  chart($("rate-chart"), { lines: rates, top: 1, format: percent, empty: "No request has asked this pool yet",
+  state.asked ||= points.some((point) => point.hit_rate !== null);
+  chart($("rate-chart"), { lines: rates, top: 1, format: percent, empty: state.asked ? "No request lately" : "No request since this page was opened",
     label: `Hit rate of the last minutes; now ${percent(last.hit_rate)}` });
   const out = points.map((p) => [p.time_s, p.out_bytes_s]), into = points.map((p) => [p.time_s, p.in_bytes_s]);
   const most = Math.max(...out.concat(into).filter(([t]) => state.clock - t <= state.span).map(([, v]) => v), 0);
@@ -140,14 +141,14 @@ function drawTiles(look) {
   const [rate, sign = ""] = percent(last?.hit_rate ?? ever).split(" ");
   big("rate", rate, sign);
   $("ratenote").textContent = totals.asked_tokens
-    ? `${number(totals.matched_tokens)} of ${number(totals.asked_tokens)} tokens since start` : "no request yet";
+    ? `${number(totals.matched_tokens)} of ${number(totals.asked_tokens)} tokens since start${totals.loaded_tokens === totals.matched_tokens ? "" : `, ${number(totals.loaded_tokens)} loaded`}` : "no request yet";
   for (const [id, name, total, things] of [["out", "out_bytes_s", totals.loaded_bytes, count(totals.loads, "load")], ["in", "in_bytes_s", totals.saved_bytes, count(totals.saves, "save")]]) {
     const [value, unit] = bytes(last ? last[name] : 0);
     big(id, value, `${unit}/s`);
     $(`${id}note`).textContent = `${size(total)} in ${things}`;
   }
   big("evicted", number(store.evicted), store.evicted === 1 ? "chunk" : "chunks");
-  const wrong = [[store.damaged, "damaged"], [totals.dropped_chunks, "dropped"], [totals.failed_loads, "failed loads"]];
+  const wrong = [[store.damaged, "damaged"], [totals.dropped_chunks, "dropped"], [totals.failed_loads, "failed loads"], [totals.late_fetches, "late fetches"]];
   $("evictednote").textContent = wrong.filter(([n]) => n > 0).map(([n, what]) => `${number(n)} ${what}`).join(", ") || "nothing damaged or dropped";
   const engines = look.processes.filter((process) => process.role.includes("scheduler")).length;
   big("attached", number(engines || look.processes.length), (engines || look.processes.length) === 1 ? "server" : "servers");
@@ -225,11 +226,11 @@ function drawTables(look) {
 }
 
 // ---- activity -------------------------------------------------------------------------------------------------------
-const WORDS = { saved: "save", hit: "hit", removed: "remove", cleared: "clear", lost: "gap", attached: "join", left: "leave", breaker: "breaker" };
+const WORDS = { saved: "save", copied: "copy", hit: "hit", removed: "remove", cleared: "clear", lost: "gap", attached: "join", left: "leave", breaker: "breaker" };
 function sentence(e) {
   const who = [e.model, e.tenant && `tenant ${e.tenant.slice(0, 8)}`].filter(Boolean).join(", "), of = who ? ` · ${who}` : "";
   switch (e.kind) {
-    case "saved": return `${number(e.num_tokens)} tokens${e.num_bytes ? `, ${size(e.num_bytes)}` : ""}${e.tier && state.look.pool.urls.length > 1 ? `, ${e.tier}` : ""}${of}`;
+    case "saved": case "copied": return `${e.kind === "copied" ? `→ ${e.tier}, ` : ""}${number(e.num_tokens)} tokens${e.num_bytes ? `, ${size(e.num_bytes)}` : ""}${of}`;
     case "hit": return `${number(e.num_tokens)} tokens loaded${e.count > 1 ? ` by ${number(e.count)} requests` : ""}${of}`;
     case "removed": return `${count(e.num_chunks, "chunk")} removed`;
     case "cleared": return "chunks were cleared";
