@@ -32,6 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CHUNK = 256
 WINDOWS = [(1440, 900), (1024, 768), (390, 844)]
+LONG = {"model": "SmolLM2-135M-Instruct.Q4_1.gguf", "tenant": "b2312c1b82f2fba6", "role": "scheduler, rank 0"}
+LONG |= {"loaded_bytes": 123 << 30, "saved_bytes": 123 << 30, "num_tokens": 123456789, "num_bytes": 123 << 30}
 ALL_WORDS = [f"t{3 + i * 7 % 500}" for i in range(5 * CHUNK)]
 
 
@@ -126,6 +128,21 @@ def test_a_save_and_a_hit_are_seen_as_they_happen(tab: Page, servers: tuple[Serv
         assert not is_wider_than_the_window(tab), width
         tab.photograph(tmp_path / f"{width}-{scheme}.png", whole=True)
         assert (tmp_path / f"{width}-{scheme}.png").stat().st_size > 10_000
+    # Names as long as real ones, at the width of a small laptop: no table has to be scrolled sideways.
+    tab.look_like(1280, 800, "light")
+    tab.run(
+        "drawTables({...state.look, holders: state.look.holders.map((row) => ({...row, ...LONG})),"
+        " processes: state.look.processes.map((row) => ({...row, ...LONG}))})".replace("LONG", json.dumps(LONG))
+    )
+    wide = "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.innerText)"
+    assert tab.run(wide) == []
+    # Opened after all requests: the tile has their sum, and the chart says why it is empty.
+    tab.open(f"{second.url}/")
+    tab.wait_for("document.querySelector('#ratenote').textContent.includes('tokens since start')", "the sums")
+    tab.wait_for("document.querySelector('#rate-chart .empty')", "an empty chart")
+    assert tab.run("document.querySelector('#rate-chart .empty').textContent") == "No request since this page was opened"
+    tab.open(f"{first.url}/")
+    tab.wait_for("document.querySelector('#status').textContent === 'Live'")
     colours = []
     for scheme in ("light", "dark"):
         tab.look_like(1024, 768, scheme)
@@ -134,7 +151,7 @@ def test_a_save_and_a_hit_are_seen_as_they_happen(tab: Page, servers: tuple[Serv
 
     assert tab.complaints == []
     assert {address.split("?")[0] for address in tab.asked if not address.startswith("data:")} == {
-        f"{first.url}/{path}" for path in ("", "watch.css", "watch.js", "watch.json")
+        f"{server.url}/{path}" for server in servers for path in ("", "watch.css", "watch.js", "watch.json")
     }
     second.close()
     tab.wait_for("document.querySelector('#activity [data-kind=left]')", "a server that left")

@@ -1008,7 +1008,7 @@ def test_a_fetch_that_is_late_is_counted_and_logged_once_a_minute(
 
 def test_a_fetch_that_comes_in_time_is_not_late(space: Space, caplog: pytest.LogCaptureFixture) -> None:
     fill(space, 48)
-    engine = Engine(fetching(space, FakeFetch(num_kept=3, is_done=True)), settings={"load_deadline_s": 0.0})
+    engine = Engine(fetching(space, FakeFetch(num_kept=3, is_done=True)), settings={"load_deadline_s": 1e-6})
     engine.add("a", 60)
     assert engine.side.match("a", 0) == (48, "async")
     assert engine.side.counts.stats().num_late_fetches == 0

@@ -145,6 +145,8 @@ def test_one_engine_that_is_off_is_seen_beside_others(url: str) -> None:
         one, two = Process(pool), Process(pool)
         watch = watch_of(url)
         assert "headwater_connector_up" not in page(watch)
+        one.publisher.add("scheduler", lambda: figures(one.stats, Source.SCHEDULER))
+        two.publisher.add("scheduler", lambda: figures(two.stats, Source.SCHEDULER))
         one.says(replace(TransferStats(), is_up=1))
         two.says(replace(TransferStats(), is_up=1))
         assert page(watch)["headwater_connector_up"] == 1

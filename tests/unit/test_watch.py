@@ -16,6 +16,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -286,8 +287,8 @@ def test_tokens_that_the_pool_had_and_that_were_loaded_are_told_apart() -> None:
 
 
 def test_one_is_not_many() -> None:
-    (line,) = [text for text in shown(made_look(1e9, tiers=[tier(1, 1) | {"breaker_trips": 1.0, "fetched": 1.0}]))
-               if text.startswith("tier")]
+    look = made_look(1e9, tiers=[tier(1, 1) | {"breaker_trips": 1.0, "fetched": 1.0}])
+    (line,) = [text for text in shown(look) if text.startswith("tier")]
     assert "1 chunk fetched, 0 waiting, 1 trip" in line
     assert "trips" not in line
 

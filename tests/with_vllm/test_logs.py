@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from vllm.logger import init_logger
+from vllm.logger import _DATE_FORMAT, _FORMAT
+from vllm.logging_utils import NewLineFormatter
 
 from headwater.integrations.vllm.logs import join_logs
 from headwater.integrations.vllm.startup import _check_capacity
@@ -21,24 +22,25 @@ from support import wait_until
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What vLLM writes, in its own format; Headwater's loggers as they are in a new process, and the root logger set up
-    by somebody else."""
+    """What vLLM's handler writes, which is set up here as vLLM does; Headwater's loggers as they are in a new process,
+    and a root logger that somebody else has set up."""
     out, others, own, root = io.StringIO(), io.StringIO(), logging.getLogger("headwater"), logging.getLogger()
     before = own.handlers, own.propagate, own.level
     own.handlers, own.propagate = [], True
     own.setLevel(logging.NOTSET)
-    init_logger("vllm.headwater")
     vllm = logging.getLogger("vllm")
-    handlers = [handler for handler in vllm.handlers if isinstance(handler, logging.StreamHandler)]
-    assert handlers, "vLLM has set up its logger"
-    for handler in handlers:
-        monkeypatch.setattr(handler, "stream", out)
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(NewLineFormatter(_FORMAT, datefmt=_DATE_FORMAT))
+    monkeypatch.setattr(vllm, "handlers", [handler])
+    monkeypatch.setattr(vllm, "propagate", False)
+    vllm.setLevel(logging.INFO)
     extra = logging.StreamHandler(others)
     root.addHandler(extra)
     yield out
     root.removeHandler(extra)
     own.handlers, own.propagate = before[:2]
     own.setLevel(before[2])
+    vllm.setLevel(logging.NOTSET)
     assert "redis://cache" not in others.getvalue(), "written twice"
 
 
@@ -62,16 +64,13 @@ def test_a_breaker_that_opens_and_closes_is_in_vllms_log(written: io.StringIO) -
     assert "Headwater: redis://cache is back after" in closed
 
 
-def test_the_level_is_vllms(written: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.ERROR)
-    logging.getLogger("vllm").manager._clear_cache()  # type: ignore[attr-defined]
+def test_the_level_is_vllms(written: io.StringIO) -> None:
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     join_logs()
     logging.getLogger("headwater.stores").warning("quiet")
     logging.getLogger("headwater.stores").error("loud")
     (line,) = written.getvalue().splitlines()
     assert line.endswith("Headwater: loud")
-    monkeypatch.undo()
-    logging.getLogger("vllm").manager._clear_cache()  # type: ignore[attr-defined]
 
 
 def test_a_small_pool_is_named_as_the_user_named_it(written: io.StringIO) -> None:
