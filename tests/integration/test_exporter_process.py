@@ -130,7 +130,7 @@ def test_two_engines_and_an_exporter_beside_them(model: Path, url: str) -> None:
         assert one.ask("answer", PROMPT, 2)["cached"] == 512
         wait_until(lambda: exporter.page()["headwater_pool_loaded_tokens_total"] == 1024, what="later loads")
         one.close()
-        wait_until(lambda: ENGINES not in exporter.page(), what="the end of the first")
+        wait_until(lambda: exporter.page()[ENGINES] == 0, what="the end of the first")
         destroy(parse_url(url))  # although the exporter runs
         wait_until(lambda: exporter.page()["headwater_store_up"] == 0, what="a removed pool")
         three = EngineProcess(model, url)

@@ -134,13 +134,17 @@ def test_a_save_and_a_hit_are_seen_as_they_happen(tab: Page, servers: tuple[Serv
         "drawTables({...state.look, holders: state.look.holders.map((row) => ({...row, ...LONG})),"
         " processes: state.look.processes.map((row) => ({...row, ...LONG}))})".replace("LONG", json.dumps(LONG))
     )
-    wide = "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.innerText)"
+    wide = (
+        "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.innerText)"
+    )
     assert tab.run(wide) == []
     # Opened after all requests: the tile has their sum, and the chart says why it is empty.
     tab.open(f"{second.url}/")
     tab.wait_for("document.querySelector('#ratenote').textContent.includes('tokens since start')", "the sums")
     tab.wait_for("document.querySelector('#rate-chart .empty')", "an empty chart")
-    assert tab.run("document.querySelector('#rate-chart .empty').textContent") == "No request since this page was opened"
+    assert (
+        tab.run("document.querySelector('#rate-chart .empty').textContent") == "No request since this page was opened"
+    )
     tab.open(f"{first.url}/")
     tab.wait_for("document.querySelector('#status').textContent === 'Live'")
     colours = []

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from vllm.logger import _DATE_FORMAT, _FORMAT
-from vllm.logging_utils import NewLineFormatter
 
 from headwater.integrations.vllm.logs import join_logs
 from headwater.integrations.vllm.startup import _check_capacity
@@ -22,7 +20,7 @@ from support import wait_until
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What vLLM's handler writes, which is set up here as vLLM does; Headwater's loggers as they are in a new process,
+    """What a handler of vLLM's logger writes; Headwater's loggers as they are in a new process,
     and a root logger that somebody else has set up."""
     out, others, own, root = io.StringIO(), io.StringIO(), logging.getLogger("headwater"), logging.getLogger()
     before = own.handlers, own.propagate, own.level
@@ -30,7 +28,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     own.setLevel(logging.NOTSET)
     vllm = logging.getLogger("vllm")
     handler = logging.StreamHandler(out)
-    handler.setFormatter(NewLineFormatter(_FORMAT, datefmt=_DATE_FORMAT))
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
     monkeypatch.setattr(vllm, "handlers", [handler])
     monkeypatch.setattr(vllm, "propagate", False)
     vllm.setLevel(logging.INFO)

@@ -19,8 +19,24 @@ from headwater.stores.url import format_size
 WIDE = 110
 _BARS = "▁▂▃▄▅▆▇█"
 _BLOCK_ROWS = 5
-_STYLES = {"hit": "green", "saved": "blue", "copied": "blue", "removed": "yellow", "cleared": "yellow", "lost": "red", "breaker": "red"}
-_WORDS = {"saved": "save", "copied": "copy", "removed": "remove", "cleared": "clear", "lost": "gap", "attached": "join", "left": "leave"}
+_STYLES = {
+    "hit": "green",
+    "saved": "blue",
+    "copied": "blue",
+    "removed": "yellow",
+    "cleared": "yellow",
+    "lost": "red",
+    "breaker": "red",
+}
+_WORDS = {
+    "saved": "save",
+    "copied": "copy",
+    "removed": "remove",
+    "cleared": "clear",
+    "lost": "gap",
+    "attached": "join",
+    "left": "leave",
+}
 _WAITING = {
     "absent": "There is no pool here yet. Waiting for one: any engine that uses it makes it.",
     "unreadable": "The pool cannot be read. Trying again.",

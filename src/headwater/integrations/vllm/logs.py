@@ -1,5 +1,5 @@
-"""What the rest of Headwater logs, in a process of vLLM: vLLM gives handlers to its own loggers alone, so lines of other
-ones would come without time and level, or not at all."""
+"""What the rest of Headwater logs, in a process of vLLM: vLLM gives handlers to its own loggers alone, so lines of
+other ones would come without time and level, or not at all."""
 
 from __future__ import annotations
 
