@@ -20,6 +20,7 @@ from headwater.cli.serve import serve
 from headwater.cli.usage import WrongUsageError
 from headwater.engine.config import EngineConfig
 from headwater.errors import ConfigError, EngineConfigError, EngineError, InvalidArgumentError, UrlError
+from headwater.extras import install_hint
 from headwater.serve.config import ServerConfig
 
 app = typer.Typer()
@@ -200,4 +201,4 @@ def test_benchmarks_without_torch_say_what_to_install() -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[1, 1, 1]"
     lines = done.stderr.splitlines()
-    assert lines == ["error: the package torch is not installed; pip install 'headwater[engine]'"] * 3
+    assert lines == [f"error: the package torch is not installed; {install_hint('engine')}"] * 3

@@ -18,6 +18,7 @@ from headwater.cli.usage import choice, plain, reading_options
 from headwater.connector.config import LOAD_MODES, ROLES
 from headwater.engine.config import DTYPES, LAYOUTS, LOAD_FORMATS, EngineConfig
 from headwater.errors import EngineError
+from headwater.extras import install_hint
 
 DEFAULT_MODEL = "smollm2"
 PANEL = "Engine"
@@ -102,7 +103,7 @@ def needs_extra(extra: str = "serve") -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "headwater":
             raise
-        raise EngineError(f"the package {error.name} is not installed; pip install 'headwater[{extra}]'") from error
+        raise EngineError(f"the package {error.name} is not installed; {install_hint(extra)}") from error
 
 
 def _parameter(name: str, row: _Row) -> inspect.Parameter:

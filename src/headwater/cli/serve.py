@@ -109,7 +109,7 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's API.
 
-    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics; / shows the pool at work.
     """
     with needs_extra():
         from headwater.peers.hello import read_secret
@@ -187,6 +187,7 @@ def _print_ready(ready: Ready, server: ServerConfig, model: str, url: str, pool:
     typer.echo(f"         {one_line(ready.sizing)}")
     typer.echo(f"pool     {one_line(f'none: {ready.pool_declined}' if ready.pool_declined else pool)}")
     typer.echo(f"context  {ready.max_model_len:,} tokens; up to {ready.max_num_seqs} sequences at a time")
+    typer.echo(f"page     {url}/")
     typer.echo(f"ready    {url}/v1  (Ctrl-C stops)\n")
     trusts = f" --cacert {shlex.quote(server.ssl_certfile)}" if server.ssl_certfile is not None else ""
     key = ' -H "Authorization: Bearer $HEADWATER_API_KEY"' if server.api_key is not None else ""
