@@ -31,6 +31,7 @@ from headwater.errors import UrlError
 from headwater.kv.identity import Identity
 from headwater.kv.topology import whole_shard
 from headwater.pool import Pool, Space, open_pool
+from headwater.stores import open_urls
 from headwater.stores.embedded import store_directory
 from headwater.stores.events import Event, EventKind
 from headwater.stores.url import parse_url
@@ -176,6 +177,43 @@ def test_processes_come_and_go_and_their_sums_stay(url: str) -> None:
         assert kinds(look) == ["attached", "left"]
         assert (look["totals"]["asked_tokens"], look["totals"]["matched_tokens"]) == (100, 60)
         watcher.close()
+
+
+def test_an_engine_that_publishes_is_not_counted_twice_while_its_pool_is_away(url: str) -> None:
+    stats, directory = TransferStats(num_asked_tokens=100), store_directory(parse_url(url))
+    with open_pool(url) as pool:
+        publisher = Publisher(pool, engine="headwater", model="toy")
+        publisher.add("scheduler", lambda: figures(stats, Source.SCHEDULER))
+        publisher.flush()
+        watcher = Watcher(url, own=lambda: figures(stats, Source.SCHEDULER))
+        assert watcher.look()["totals"]["asked_tokens"] == 100
+        os.rename(directory, f"{directory}-away")
+        try:
+            look = watcher.look()
+        finally:
+            os.rename(f"{directory}-away", directory)
+        assert (look["pool"]["state"], look["totals"]["asked_tokens"]) == ("absent", 100)
+        assert watcher.look()["totals"]["asked_tokens"] == 100
+        watcher.close()
+        publisher.close()
+
+
+def test_a_pool_that_is_replaced_while_it_is_opened_is_found(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_pool(url) as pool:
+        write(space_of(pool), list(range(16)))
+
+    def open_and_replace(*args: Any, **options: Any) -> Any:
+        opened = open_urls(*args, **options)
+        shutil.rmtree(store_directory(parse_url(url)))
+        open_pool(url).close()
+        return opened
+
+    monkeypatch.setattr(watcher_module, "open_urls", open_and_replace)
+    watcher = Watcher(url)
+    assert watcher.look()["store"]["chunks"] == 1
+    monkeypatch.undo()
+    assert watcher.look()["store"]["chunks"] == 0
+    watcher.close()
 
 
 def test_tiers_are_those_that_engines_publish(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,12 +45,15 @@ _STORE_FIELDS = (
 
 
 class Watcher:
-    """Not thread-safe: one thread looks. `own` gives an engine's own figures, for a pool that nobody else can see."""
+    """Not thread-safe: one thread looks. `own` gives an engine's own figures, for a pool beside which none are
+    published: private memory, and stores of other hosts."""
 
     def __init__(self, url: str | None, *, own: Callable[[], Own] | None = None) -> None:
         """`url` None: there is no pool. Raises UrlError and ConfigError for what names none."""
         self._urls = () if url is None else find_pool(url).urls
-        self._own = own
+        # Published figures are the same ones: while such a pool is away, they must not be counted a second time.
+        is_published = bool(self._urls) and self._urls[0].scheme in ("shm", "file")
+        self._own = None if is_published else own
         self._store: Store | None = None
         self._file: tuple[int, int] | None = None
         self._generation = 0
@@ -117,7 +120,7 @@ class Watcher:
             return
         self.close()
         self._store = open_urls(self._urls[:1], create=False)
-        self._file = self._file_now()
+        self._file = file  # as it was before: one that was made since then shows at the next look
         self._generation += 1
         if isinstance(self._store, EmbeddedStore):
             self._surveyor = self._store.surveyor()
