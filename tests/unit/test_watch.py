@@ -32,7 +32,7 @@ from headwater.kv.identity import Identity
 from headwater.kv.topology import whole_shard
 from headwater.pool import Pool, Space, open_pool
 from headwater.stores import open_urls
-from headwater.stores.embedded import store_directory
+from headwater.stores.embedded import EmbeddedStore, store_directory
 from headwater.stores.events import Event, EventKind
 from headwater.stores.url import parse_url
 from headwater.watch import Look, PoolHistory, Watcher
@@ -145,6 +145,42 @@ def test_a_pool_that_cannot_be_read_is_said_to_be(url: str) -> None:
     (directory / "index").write_bytes(index)
     wait_until(lambda: watcher.look()["pool"]["state"] == "open")
     watcher.close()
+
+
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_a_pool_that_is_damaged_beyond_reading_is_let_go(url: str, is_cut_off: bool) -> None:
+    """Otherwise no engine could make a new one until the watch ends, and a look into what was cut off is a SIGBUS."""
+    index = Path(store_directory(parse_url(url))) / "index"
+    with open_pool(url) as pool:
+        write(space_of(pool), list(range(16)))
+    watcher = Watcher(url)
+    assert watcher.look()["pool"]["state"] == "open"
+    if is_cut_off:
+        os.truncate(index, 4096)
+    else:
+        with index.open("r+b") as file:
+            file.write(b"noise" * (index.stat().st_size // 5))
+    assert watcher.look()["pool"]["state"] == "unreadable"
+    with open_pool(url):
+        look = watcher.look()
+    assert (look["pool"]["state"], look["store"]["chunks"]) == ("open", 0)
+    watcher.close()
+
+
+def test_looks_change_nothing_though_the_clock_was_set_back(url: str) -> None:
+    index = Path(store_directory(parse_url(url))) / "index"
+    with open_pool(url) as pool:
+        write(space_of(pool), list(range(64)))
+        watcher = Watcher(url)
+        assert watcher.look()["store"]["chunks"] == 4
+        assert isinstance(pool.first_tier, EmbeddedStore)
+        inside = pool.first_tier._core.index
+        inside.touch_all(inside.used_heads().cell, time.time_ns() + 10**15)
+        before, watcher._surveyed_at = index.read_bytes(), -1e9
+        look = watcher.look()
+        assert look["prefixes"][0]["last_used_s"] <= time.time()
+        assert index.read_bytes() == before
+        watcher.close()
 
 
 def test_no_pool_and_a_private_one() -> None:

@@ -1,7 +1,8 @@
 """Looking at one pool again and again: it may not be there yet, go, and be made anew.
 
 Only the first tier is opened: figures of the others are those that engines publish. A pool that exists on this host is
-opened like any process does, so that it counts as one of its members (which the figures leave out again).
+opened like any process does, so that it counts as one of its members (which the figures leave out again), and an index
+whose writer died is rebuilt. Later looks change nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from headwater.stores import open_urls
 from headwater.stores.base import Store
 from headwater.stores.config import find_pool
 from headwater.stores.embedded import EmbeddedStore, store_directory
+from headwater.stores.embedded.peek import is_readable
 from headwater.stores.embedded.survey import Surveyor
 from headwater.stores.events import Follower
 from headwater.stores.stats import HolderInfo, PrefixInfo
@@ -114,9 +116,10 @@ class Watcher:
         return first.directory if isinstance(first, EmbeddedStore) else None
 
     def _open(self) -> None:
-        """Have the pool open that is there now: one that was deleted and made again is another one."""
+        """Have the pool open that is there now: one that was deleted and made again is another one. One that was
+        damaged beyond reading is let go: no engine can replace it as long as anybody has it open."""
         file = self._file_now()
-        if self._store is not None and file == self._file:
+        if self._store is not None and file == self._file and (file is None or is_readable(self._urls[0])):
             return
         self.close()
         self._store = open_urls(self._urls[:1], create=False)

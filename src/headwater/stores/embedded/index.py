@@ -276,6 +276,12 @@ class Index:
             self._age_column[slots[late]] = ages[late] = now_ns
         return ages
 
+    def ages_seen(self, cells: npt.NDArray[np.int64], now_ns: int) -> npt.NDArray[np.int64]:
+        """`ages_of` for those who only look: nothing is changed."""
+        ages = self._age_column[cells // AGE_CELLS]
+        ages[(ages > now_ns) | (ages < 0)] = now_ns
+        return ages
+
     def fixed_words(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """The fixed parts of many records as rows of sixteen words (see `layout` for which is which)."""
         rows = self._words_of_heap
