@@ -49,6 +49,15 @@ def test_a_line_has_what_programs_look_for() -> None:
     assert len(found["time"]) == len("2026-01-01T00:00:00.000Z")
 
 
+def test_an_argument_that_cannot_be_shown_breaks_no_line() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError("half made")
+
+    assert said(record("it is %s", Broken()))["message"] == "it is %s (RuntimeError in its arguments)"
+    assert said(record(Broken()))["message"] == "(RuntimeError in its arguments)"  # type: ignore[arg-type]
+
+
 def test_exceptions_are_text_and_nothing_is_too_long_or_breaks_it() -> None:
     try:
         raise ValueError("bad\nluck")

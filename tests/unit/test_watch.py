@@ -10,6 +10,7 @@ import pty
 import select
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -181,6 +182,18 @@ def test_looks_change_nothing_though_the_clock_was_set_back(url: str) -> None:
         assert look["prefixes"][0]["last_used_s"] <= time.time()
         assert index.read_bytes() == before
         watcher.close()
+
+
+def test_a_remote_pool_that_does_not_answer_is_not_an_empty_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    watcher = Watcher(f"redis://me:secret@127.0.0.1:{port}/0")
+    for _ in range(5):
+        look = watcher.look()
+        assert (look["pool"]["state"], look["store"]) == ("unreadable", None)
+        assert "does not answer" in look["pool"]["why"]
+        assert "secret" not in json.dumps(look)
+    watcher.close()
 
 
 def test_no_pool_and_a_private_one() -> None:
@@ -376,6 +389,15 @@ def test_rates_are_of_the_last_seconds() -> None:
 def tier(hits: float, misses: float) -> dict[str, Any]:
     rest = dict.fromkeys(("hit_bytes", "fetched", "stored", "stored_bytes", "failed", "breaker_trips", "waiting"), 0.0)
     return {"name": "redis://cache:6379", "is_breaker_open": True, "hits": hits, "misses": misses, **rest}
+
+
+def test_a_clock_that_is_set_back_is_no_burst() -> None:
+    history = PoolHistory()
+    history.add(made_look(1000.0, loaded_bytes=0.0))
+    history.add(made_look(1002.0, loaded_bytes=4096.0))
+    assert history.add(made_look(900.0, loaded_bytes=8192.0))["out_bytes_s"] == 0.0
+    assert [point["time_s"] for point in history.points] == [900.0]  # no other one is before now
+    assert history.add(made_look(902.0, loaded_bytes=8192.0 + 2048.0))["out_bytes_s"] == 1024.0
 
 
 def test_each_tier_has_a_rate() -> None:

@@ -15,16 +15,17 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, StoreError
 from headwater.redaction import HIDDEN
 from headwater.stores import open_urls
 from headwater.stores.base import Store
+from headwater.stores.breaker import CircuitBreaker
 from headwater.stores.config import find_pool
 from headwater.stores.embedded import EmbeddedStore, store_directory
 from headwater.stores.embedded.peek import is_readable
 from headwater.stores.embedded.survey import Surveyor
 from headwater.stores.events import Follower
-from headwater.stores.stats import HolderInfo, PrefixInfo
+from headwater.stores.stats import HolderInfo, PrefixInfo, StoreStats
 from headwater.watch.activity import MAX_NAME, SHORT, Activity, names, short
 from headwater.watch.processes import Own, Processes
 
@@ -149,7 +150,7 @@ class Watcher:
     # ---- inside -------------------------------------------------------------------------------------------------
     def _look_inside(self) -> dict[str, Any]:
         assert self._store is not None
-        stats = self._store.stats()
+        stats = _stats_of(self._store)
         events = [] if self._follower is None else self._follower.poll(_MAX_EVENTS)
         self._activity.add_events(events, self._describe)
         self._is_stale = self._is_stale or bool(events)
@@ -178,6 +179,18 @@ class Watcher:
             return None
         root, chunk = found
         return _described(root.payload), root.space.spec.extent_bytes(chunk.num_tokens)
+
+
+def _stats_of(store: Store) -> StoreStats:
+    """Raises StoreError for a remote store that does not answer: its figures are zeros that nobody said."""
+    breaker = getattr(store, "breaker", None)
+    if not isinstance(breaker, CircuitBreaker):
+        return store.stats()
+    failures, stats = breaker.stats().failures, store.stats()
+    has_failed = breaker.stats().failures > failures or not breaker.closed
+    if has_failed and not (stats.capacity_bytes or stats.used_bytes):
+        raise StoreError(f"{stats.url} does not answer")
+    return stats
 
 
 def _described(payload: bytes) -> dict[str, Any]:
