@@ -136,6 +136,8 @@ def test_for_people_lines_are_as_they_were(value: str) -> None:
         (("proxy", "--decode", "http://127.0.0.1:1", "--host", "no-such-host.invalid"), 2),
         (("pool", "receive", "memory://", "--listen", "127.0.0.1:0"), 1),
         (("pool", "exporter", "redis://cache"), 1),
+        (("pool", "exporter", "--prot", "1"), 2),
+        (("serve", "--no-such-option"), 2),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, tuple) else str(value),
 )
@@ -152,6 +154,12 @@ def test_every_command_that_serves_fails_in_json(command: tuple[str, ...], exit_
     code, plain = run("-m", "headwater", *command)
     assert code == exit_code
     assert plain[-1].lower() == f"error: {found[-1]['message']}".lower()  # Click writes `Error`
+
+
+def test_an_option_without_its_value_fails_in_json() -> None:
+    code, lines = run("-m", "headwater", "pool", "exporter", "--port", HEADWATER_LOG_FORMAT="json")
+    (line,) = (json.loads(line) for line in lines)
+    assert (code, line["process"], line["level"]) == (2, "exporter", "error")
 
 
 def test_a_format_that_there_is_not_is_refused() -> None:
