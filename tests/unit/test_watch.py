@@ -345,6 +345,13 @@ def test_chunks_of_one_save_are_one_entry() -> None:
     assert found == [("saved", 3, 48), ("saved", 1, 16), ("removed", 3, 48), ("saved", 1, 16)]
 
 
+@pytest.mark.parametrize("kind", [EventKind.STORED, EventKind.REMOVED, EventKind.CLEARED])
+def test_what_an_event_calls_its_tier_can_be_printed(kind: EventKind) -> None:
+    activity = Activity()
+    activity.add_events([Event(1, kind, "\x1b[31m\n", b"k" * 32, 0, 4)], lambda key: None)
+    assert activity.entries[0].tier == "\ufffd[31m\ufffd"
+
+
 def test_the_list_is_bounded_and_lost_events_are_told() -> None:
     activity = Activity()
     activity.add_events([stored(0, key=number % 200 + 1) for number in range(1000)], lambda key: None)
