@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.connector import published as module
+from headwater.connector import totals as totals_module
 from headwater.connector.metrics import POOL_METRICS, Source
 from headwater.connector.published import Publisher, all_published, decode, encode, figures, published
 from headwater.connector.stats import Distribution, TransferStats
@@ -358,6 +359,20 @@ def test_counters_outlive_their_process_and_gauges_do_not() -> None:
     totals.add("b", {hits: {"t": 8.0}, waiting: {"t": 0.0}, is_open: {"t": 0.0}}, {LOADS: Distribution((2, 0), 2.5)})
     assert totals.values == {hits: {"t": 13.0}, waiting: {"t": 0.0}, is_open: {"t": 0.0}}
     assert totals.times == {LOADS: Distribution((3, 2), 5.5)}
+
+
+def test_who_is_out_of_sight_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(totals_module, "MAX_UNSEEN", 2)
+    totals = Totals()
+    for name in "abc":
+        totals.add(name, {LOADED: {"": 1.0}}, {})
+        totals.keep_only([])
+    assert list(totals._unseen) == ["b", "c"]
+    totals.add("b", {LOADED: {"": 1.0}}, {})  # comes back, and has counted no more
+    assert totals.values == {LOADED: {"": 3.0}}
+    totals.end("b")
+    totals.add("b", {LOADED: {"": 5.0}}, {})  # another one of that name
+    assert totals.values == {LOADED: {"": 8.0}}
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 100), st.booleans()), max_size=30))
