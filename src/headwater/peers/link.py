@@ -366,9 +366,11 @@ class Link:
     def _finish(self, batch: Batch) -> None:
         if batch not in self._batches:
             return
-        self._forget(batch)
-        if self._lane is not None and batch.number:
-            self._request(Type.END, Stop(batch.number).encode(), lambda body: None)
+        try:
+            if self._lane is not None and batch.number:
+                self._request(Type.END, Stop(batch.number).encode(), lambda body: None)
+        finally:
+            self._forget(batch)  # wakes whoever waits, who wants the interpreter from then on
 
     def _forget(self, batch: Batch) -> None:
         self._batches.remove(batch)
