@@ -109,12 +109,15 @@ def receive(
     tls_ca: Annotated[
         str | None, typer.Option(metavar="FILE", help="Callers must show a certificate that this one signed.")
     ] = None,
+    carrier: Annotated[
+        str, typer.Option(help="tcp, or nixl: callers that offer it write into the pool one-sided. Trusted networks.")
+    ] = "tcp",
     as_json: Json = False,
 ) -> None:
     """Let other hosts push KV into a pool and pull from it, until SIGTERM. See docs/disaggregation.md."""
     from headwater.cli.receive import receive as serve_peers
 
-    serve_peers(url, listen, secret_file, space or [], share, (tls_cert, tls_key, tls_ca), as_json)
+    serve_peers(url, listen, secret_file, space or [], share, (tls_cert, tls_key, tls_ca), as_json, carrier)
 
 
 @pool_app.command()

@@ -31,6 +31,7 @@ def receive(
     share: float,
     tls: tuple[str | None, str | None, str | None],
     as_json: bool,
+    carrier: str = "tcp",
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then everything that peers have not finished is aborted."""
     settings = ReceiverSettings(
@@ -38,6 +39,7 @@ def receive(
         scopes=tuple(_scope(text) for text in spaces),
         share=share,
         tls=server_tls(*tls),
+        carrier=carrier,
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -7,9 +7,9 @@ import ssl
 import time
 from dataclasses import dataclass, field
 
-from headwater.errors import PeerRefusedError
+from headwater.errors import InvalidArgumentError, PeerRefusedError
 from headwater.peers.address import PeerAddress, is_loopback
-from headwater.peers.carriers import tcp
+from headwater.peers.carriers import nixl, tcp
 from headwater.peers.hello import NONCE_BYTES, Greeting, Hello, Role, Welcome
 from headwater.peers.wire import Refusal, Type, encode_frame
 
@@ -26,6 +26,8 @@ class LinkSettings:
     dead_s: float = 0.25
     """How long a peer is left alone after it failed. One that does not answer costs a deadline each time, so the time
     is doubled with each failure, up to eight times as long."""
+    carrier: str = "tcp"
+    """Or `nixl`: one-sided writes, where the peer takes them too; otherwise tcp. Its connection has one lane."""
     lanes: int = 1
     """Connections to a peer, up to 4: groups of layers of 8 MiB and more are divided among them."""
     eager_bytes: int = 8 << 20
@@ -33,6 +35,19 @@ class LinkSettings:
     wasted."""
     max_queued: int = 4096
     """Things that the thread may have before it; what comes beyond that is dropped."""
+
+
+def check_carrier(carrier: str, tls: ssl.SSLContext | None) -> None:
+    """Raise InvalidArgumentError unless this carrier can be used: there is one of that name, it can be imported, and
+    nobody expects it to encrypt."""
+    if carrier == "tcp":
+        return
+    if carrier != "nixl":
+        raise InvalidArgumentError(f"there is no carrier {carrier[:40]!r}; expected tcp or nixl")
+    if tls is not None:
+        raise InvalidArgumentError("NIXL does not encrypt; use the tcp carrier with TLS")
+    if (reason := nixl.why_not()) is not None:
+        raise InvalidArgumentError(reason)
 
 
 @dataclass(frozen=True)
@@ -46,7 +61,7 @@ class Caller:
     space: bytes = b""
 
     def call(
-        self, address: PeerAddress, session: bytes, settings: LinkSettings, lane: int = 0
+        self, address: PeerAddress, session: bytes, settings: LinkSettings, lane: int = 0, carriers: int = 0
     ) -> tuple[tcp.Connection, Welcome]:
         """A connection of a session, ready for requests. Raises PeerError where there is none to be had in time."""
         secret = settings.secret
@@ -58,7 +73,9 @@ class Caller:
             _, greeting = connection.receive(deadline, Type.GREETING)
             Greeting.decode(greeting)
             nonce = secrets.token_bytes(NONCE_BYTES)
-            hello = Hello(self.role, session, self.server, self.rank, lane, nonce, self.scope, self.space)
+            hello = Hello(
+                self.role, session, self.server, self.rank, lane, nonce, self.scope, self.space, carriers=carriers
+            )
             said = hello.encode(greeting, secret)
             connection.send(encode_frame(Type.HELLO, said), deadline)
             _, meta = connection.receive(deadline, Type.WELCOME)

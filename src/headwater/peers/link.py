@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import select
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,8 @@ from headwater.errors import HeadwaterError, PeerError, PeerGoneError, PeerRefus
 from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress
 from headwater.peers.caller import Caller, LinkSettings
-from headwater.peers.carriers import tcp
-from headwater.peers.hello import MAX_LANES
-from headwater.peers.lanes import Lanes
+from headwater.peers.conversation import Conversation
+from headwater.peers.exposing import Targets, encode_written
 from headwater.peers.outgoing import Batch, Sent, Transfer, consecutive, settle_put
 from headwater.peers.tiles import Held, Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Put, Refusal, Stop, Type, encode_frame
@@ -66,19 +65,8 @@ class Link:
         self._settings = settings
         self._counts = counts
         self.dead_until = 0.0
-        self._num_failures = 0
         self._inbox: deque[Told] = deque()
-        self._lane: tcp.Connection | None = None
-        self._lanes = Lanes()
-        self._silence_s = 5.0
-        self._spoke_s = 0.0
-        self._number = 0
-        self._asked: dict[int, tuple[Callable[[bytes], None], int]] = {}
-        """Requests without an answer, by number, each with the bytes of its data."""
-        self._owed_s = 0.0
-        """Since when the peer owes an answer: its last one, or the first request after that."""
-        self._heard: deque[tuple[Callable[[bytes], None], bytes]] = deque()
-        """Answers that have come, in their order."""
+        self._talk = Conversation(address, caller, settings)
         self._batches: list[Batch] = []
         self._by_key: dict[bytes, list[tuple[Batch, int]]] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -108,9 +96,10 @@ class Link:
             if not self._is_closing:
                 self._is_closing = True
                 os.eventfd_write(self._wakeup, 1)
-        lane = self._lane
+        lane, writer = self._talk.lane, self._talk.writer
         self._thread.join(timeout_s)
-        if self._thread.is_alive() and lane is not None:
+        # Not under a write: to the peer, the end of the connection means that none is on its way.
+        if self._thread.is_alive() and lane is not None and writer is None:
             lane.shut()
             self._thread.join(timeout_s)
 
@@ -130,7 +119,7 @@ class Link:
                     self._fail(PeerError(str(error)))
         finally:
             self._drop_all()
-            self._disconnect()
+            self._talk.disconnect()
             with self._lock:
                 self._is_closing = True
                 os.close(self._wakeup)
@@ -138,11 +127,11 @@ class Link:
     def _wait(self) -> None:
         poller = select.poll()
         poller.register(self._wakeup, select.POLLIN)
-        if self._lane is not None:
-            if self._lane.has_buffered:
+        if self._talk.lane is not None:
+            if self._talk.lane.has_buffered:
                 return
-            poller.register(self._lane.fileno(), select.POLLIN)
-        wait_s = min(self._silence_s / 4, 1.0) if self._batches or self._asked else 10.0
+            poller.register(self._talk.lane.fileno(), select.POLLIN)
+        wait_s = min(self._talk.silence_s / 4, 1.0) if self._batches or self._talk.awaits else 10.0
         if not self._inbox:
             poller.poll(wait_s * 1000)
         try:
@@ -153,18 +142,17 @@ class Link:
     def _step(self) -> None:
         while self._inbox and not self._is_closing:
             self._inbox.popleft()()
-            self._hear()
-        self._hear()
+            self._talk.hear()
+        self._talk.hear()
         if self._is_closing:
             return
         now = time.monotonic()
         for batch in [b for b in self._batches if now - b.transfer.used_s > _PATIENCE_S]:
             self._counts["chunks_stale"] += batch.drop_from(0)
             self._finish(batch)
-        if self._asked and now - self._owed_s > self._settings.io_s + sum([s for _, s in self._asked.values()]) / 10e6:
-            raise PeerTimeoutError("the peer answers nothing any more")
-        if self._batches and self._lane is not None and now - self._spoke_s > self._silence_s / 4:
-            self._request(Type.PING, b"", lambda body: None)
+        self._talk.check_answers()
+        if self._batches:
+            self._talk.stay_heard()
 
     # ---- what is told -------------------------------------------------------------------------------------------
     def begin(self, batch: Batch) -> None:
@@ -218,8 +206,7 @@ class Link:
     # ---- sending ------------------------------------------------------------------------------------------------
     def _ask(self, batch: Batch) -> None:
         self._connect()
-        self._number += 1
-        batch.number = self._number
+        batch.number = self._talk.next_number()
         batch.num_tries += 1
         put = Put(batch.number, batch.transfer.name, batch.chunks, self._shard, batch.root_payload)
 
@@ -231,7 +218,7 @@ class Link:
             batch.is_asked = True
             self._send_present(batch)
 
-        self._request(Type.PUT, put.encode(), answered)
+        self._talk.request(Type.PUT, put.encode(), answered)
 
     def _send_present(self, batch: Batch) -> None:
         """Send what is in the own pool already, whether it was noted here or not."""
@@ -294,18 +281,21 @@ class Link:
         """Send lent tiles in frames, over all lanes; what could not be lent is given up."""
         found = [(row, place) for row, place in enumerate(places) if place is not None]
         most = max(1, _FRAME_BYTES // layout.num_bytes)
-        if self._lanes.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
-            most = min(most, -(-len(found) // (self._lanes.count + 1)))
+        if self._talk.lanes.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
+            most = min(most, -(-len(found) // (self._talk.lanes.count + 1)))
         try:
             for at in range(0, len(found), most):
                 some = found[at : at + most]
                 rows = [row for row, _ in some]
-                pieces = [piece for _, place in some for piece in pieces_of(place, layout)]
                 sent = [numbers[row] for row in rows]
+                if self._talk.writer is not None:
+                    self._write(batch, sent, layers, layout, [place for _, place in some], sums[rows])
+                    continue
+                pieces = [piece for _, place in some for piece in pieces_of(place, layout)]
                 self._send_data(batch, sent, layers, pieces, sums[rows], layout.num_bytes, at // most)
         finally:
-            heard = self._lanes.finish()  # the loan ends after this
-        self._heard.extend(heard)
+            heard = self._talk.lanes.finish()  # the loan ends after this
+        self._talk.add_heard(heard)
         if len(found) < len(numbers):
             lost = next(number for number, place in zip(numbers, places, strict=True) if place is None)
             self._give_up(batch, lost, "chunks_evicted")
@@ -321,28 +311,57 @@ class Link:
         turn: int,
     ) -> None:
         meta, size = Data(batch.number, layers, numbers, sums).encode(), chunk_bytes * len(numbers)
-
-        def answered(body: bytes) -> None:
-            if len(body) != len(numbers):
-                raise WireError("an answer that does not fit its data")
-            lost = [i for i, code in zip(numbers, body, strict=True) if code and batch.states[i] == Sent.WANTED]
-            for i in numbers:
-                batch.acked[i].update(layers)
-            if lost:
-                self._counts["chunks_lost"] += batch.drop_from(min(lost))
-            self._settle(batch, numbers)
-
+        answered = partial(self._acknowledge, batch, numbers, layers)
         # Not before the peer has answered the put: lanes overtake each other.
-        if batch.is_asked and self._lanes.takes(turn):
+        if batch.is_asked and self._talk.lanes.takes(turn):
             frame = encode_frame(Type.DATA, meta, data_bytes=size)
-            self._lanes.send(turn, frame, pieces, self._deadline(size), answered)
+            self._talk.lanes.send(turn, frame, pieces, self._talk.deadline(size), answered)
             self._counts["lane_bytes"] += size
         else:
-            self._request(Type.DATA, meta, answered, pieces, size)
+            self._talk.request(Type.DATA, meta, answered, pieces, size)
+        self._note_sent(batch, numbers, layers, size)
+
+    def _write(
+        self,
+        batch: Batch,
+        numbers: Sequence[int],
+        layers: range,
+        layout: Layout,
+        places: Sequence[Place],
+        sums: npt.NDArray[np.uint64],
+    ) -> None:
+        """Ask where a group of layers goes, write it there, and say that it is written."""
+        assert self._talk.writer is not None
+        size = layout.num_bytes * len(numbers)
+        number, body = self._talk.exchange(Type.WRITE, Data(batch.number, layers, numbers, sums).encode())
+        targets = Targets.decode(body, len(numbers))
+        count = self._talk.writer.write(places, layout, targets, self._talk.deadline(size), self._while_writing)
+        answered = partial(self._acknowledge, batch, numbers, layers)
+        self._talk.request(Type.WRITTEN, encode_written(number), answered)
+        self._counts["written_bytes"] += layout.num_bytes * count
+        self._note_sent(batch, numbers, layers, layout.num_bytes * count)
+
+    def _while_writing(self) -> None:
+        if self._is_closing:
+            raise PeerError("this link is being closed")
+        self._talk.stay_heard()
+
+    def _note_sent(self, batch: Batch, numbers: Sequence[int], layers: range, size: int) -> None:
         for i in numbers:
             batch.sent[i].update(layers)
         self._counts["bytes"] += size
-        self._collect()  # answers must not pile up in the kernel
+        self._talk.collect()  # answers must not pile up in the kernel
+
+    def _acknowledge(self, batch: Batch, numbers: Sequence[int], layers: range, body: bytes) -> None:
+        """The peer's answer to a group of layers: one status a chunk."""
+        if len(body) != len(numbers):
+            raise WireError("an answer that does not fit its data")
+        lost = [i for i, code in zip(numbers, body, strict=True) if code and batch.states[i] == Sent.WANTED]
+        for i in numbers:
+            batch.acked[i].update(layers)
+        if lost:
+            self._counts["chunks_lost"] += batch.drop_from(min(lost))
+        self._settle(batch, numbers)
 
     def _settle(self, batch: Batch, numbers: Sequence[int]) -> None:
         """Chunks whose layers were all acknowledged are done; a batch whose chunks all are is over."""
@@ -358,8 +377,10 @@ class Link:
 
     def _give_up(self, batch: Batch, first: int, why: str) -> None:
         self._counts[why] += batch.drop_from(first)
-        if batch.is_asked and batch.is_open and self._lane is not None:
-            self._request(Type.ABORT, Stop(batch.number, range(first, len(batch.chunks))).encode(), lambda body: None)
+        if batch.is_asked and batch.is_open and self._talk.lane is not None:
+            self._talk.request(
+                Type.ABORT, Stop(batch.number, range(first, len(batch.chunks))).encode(), lambda body: None
+            )
         if not batch.is_open:
             self._finish(batch)
 
@@ -367,8 +388,8 @@ class Link:
         if batch not in self._batches:
             return
         try:
-            if self._lane is not None and batch.number:
-                self._request(Type.END, Stop(batch.number).encode(), lambda body: None)
+            if self._talk.lane is not None and batch.number:
+                self._talk.request(Type.END, Stop(batch.number).encode(), lambda body: None)
         finally:
             self._forget(batch)  # wakes whoever waits, who wants the interpreter from then on
 
@@ -384,70 +405,16 @@ class Link:
 
     # ---- the connection -----------------------------------------------------------------------------------------
     def _connect(self) -> None:
-        if self._lane is not None:
-            return
-        if self.is_dead:
+        if self._talk.lane is None and self.is_dead:
             raise PeerError(f"{self.address} failed a moment ago")
-        session = secrets.token_bytes(16)
-        self._lane, welcome = self._caller.call(self.address, session, self._settings)
-        for lane in range(1, min(self._settings.lanes, MAX_LANES)):
-            self._lanes.add(self._caller.call(self.address, session, self._settings, lane)[0])
-        self._silence_s = max(0.2, welcome.silence_ms / 1000)
-        self._spoke_s = time.monotonic()
-        self._counts["connected"] += 1
-
-    def _request(
-        self,
-        kind: Type,
-        meta: bytes,
-        answered: Callable[[bytes], None],
-        pieces: Sequence[memoryview] = (),
-        data_bytes: int = 0,
-    ) -> None:
-        assert self._lane is not None
-        self._number += 1
-        number = self._number & 0xFFFFFFFF
-        if not self._asked:
-            self._owed_s = time.monotonic()
-        self._asked[number] = answered, data_bytes
-        frame = encode_frame(kind, meta, data_bytes=data_bytes, number=number)
-        self._lane.send(frame, self._deadline(data_bytes), pieces)
-        self._spoke_s = time.monotonic()
-
-    def _deadline(self, data_bytes: int) -> float:
-        return time.monotonic() + self._settings.io_s + data_bytes / 10e6
-
-    def _hear(self) -> None:
-        """Take the answers that have come, and do what follows from them."""
-        self._collect()
-        while self._heard:
-            answered, body = self._heard.popleft()
-            answered(body)
-            self._collect()
-
-    def _collect(self) -> None:
-        while self._lane is not None and (self._lane.has_buffered or _readable(self._lane)):
-            header, body = self._lane.receive(time.monotonic() + self._settings.io_s)
-            asked = self._asked.pop(header.number, None)
-            if header.type != Type.ANSWER or header.data_bytes or asked is None:
-                raise WireError(f"a {header.type.name} frame that nobody asked for")
-            self._num_failures, self._owed_s = 0, time.monotonic()
-            self._heard.append((asked[0], body))
-
-    def _disconnect(self) -> None:
-        lane, self._lane = self._lane, None
-        self._lanes.close()
-        self._asked.clear()
-        self._heard.clear()
-        if lane is not None:
-            lane.close()
+        self._counts["connected"] += self._talk.connect()
 
     def _fail(self, error: PeerError) -> None:
         """The connection is of no use any more. Where it merely ended (the peer was restarted, most likely), everything
         is put once more over a new one; otherwise it is dropped, and the peer left alone for a while."""
         was_silent = isinstance(error, PeerRefusedError) and error.code == Refusal.SILENCE  # this process was stopped
-        has_ended = self._lane is not None and (was_silent or isinstance(error, PeerGoneError))
-        self._disconnect()
+        has_ended = self._talk.lane is not None and (was_silent or isinstance(error, PeerGoneError))
+        self._talk.disconnect()
         if has_ended and not self._batches:
             return
         if has_ended:
@@ -462,11 +429,13 @@ class Link:
                 return
             except PeerError as other:
                 error = other
-                self._disconnect()
+                self._talk.disconnect()
         is_late = isinstance(error, PeerTimeoutError)
-        self._num_failures += 1
+        self._talk.num_failures += 1
         self._counts["timeouts" if is_late else "failures"] += 1
-        self.dead_until = time.monotonic() + self._settings.dead_s * (1 << min(3, self._num_failures) if is_late else 1)
+        self.dead_until = time.monotonic() + self._settings.dead_s * (
+            1 << min(3, self._talk.num_failures) if is_late else 1
+        )
         log.warning("pushes to %s are dropped for a moment: %s", self.address, error)
         self._drop_all()
 
@@ -474,9 +443,3 @@ class Link:
         for batch in list(self._batches):
             self._counts["chunks_dropped"] += batch.drop_from(0)
             self._forget(batch)
-
-
-def _readable(lane: tcp.Connection) -> bool:
-    poller = select.poll()
-    poller.register(lane.fileno(), select.POLLIN)
-    return bool(poller.poll(0))
