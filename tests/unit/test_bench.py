@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.bench import fleet, push, push_layers, store
+from headwater.bench import fleet, push, push_layers, push_nixl, store
 from headwater.errors import InvalidArgumentError, StoreError
 from headwater.stores.embedded import store_directory
 from headwater.stores.url import parse_url
@@ -96,5 +96,7 @@ def test_a_quick_run_of_peers_reports_every_figure_and_leaves_nothing() -> None:
     for figure in push_layers.FIGURES:
         assert report[figure] >= 0
     assert report["push_layerwise_ratio"] > 0
+    for figure in push_nixl.FIGURES:
+        assert report[figure] is None if report["nixl_reason"] else report[figure] >= 0
     assert report["step_cost"] > 0
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("hwbench")]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from headwater.bench import push_nixl
 from headwater.bench.measure import Note, Rounds, Timed, gbps, in_threads, machine, stopwatch, take_turns
 from headwater.bench.push_bare import send_all, shuffled
 from headwater.bench.push_case import IDENTITY, START_S, PushCase, bench_pool, bench_process, bench_receiver
@@ -40,6 +41,7 @@ class PeersBench:
         PushCase("128k_2ranks", 256, 128, 25, 5, num_ranks=2),
         PushCase("128k_2lanes", 256, 128, 25, 5, num_lanes=2),
     )
+    nixl: PushCase = PushCase("nixl", 256, 128, 25, 5, carrier="nixl")  # noqa: RUF009 (frozen)
     layers: LayersCase = LayersCase()  # noqa: RUF009 (frozen)
     rounds: int = 9
     seconds: float = 240.0
@@ -48,6 +50,7 @@ class PeersBench:
 
 QUICK = PeersBench(
     cases=(PushCase("4k", 16, 64, 25, 5), PushCase("128k", 256, 128, 2, 2)),
+    nixl=PushCase("nixl", 256, 128, 2, 2, carrier="nixl"),
     layers=LayersCase(PushCase("layers", 64, 32, 16, 2), layer_s=0.002),
     rounds=2,
 )
@@ -73,12 +76,20 @@ def run(bench: PeersBench, note: Note) -> dict[str, Any]:
             f"push_bytes_{case.name}": case.num_bytes,
         }
     is_late = time.monotonic() - began > bench.seconds
+    if (reason := push_nixl.why_not(is_late)) is not None:
+        note(f"no NIXL: {reason}")
+        report |= dict.fromkeys(push_nixl.FIGURES) | {"nixl_reason": reason}
+    else:
+        with contextlib.ExitStack() as stack:
+            work, pid = _push(stack, bench.nixl)
+            report |= push_nixl.bench_nixl(bench.nixl, bench.rounds, work, pid, note)
+    is_late = time.monotonic() - began > bench.seconds
     return report | bench_layers(bench.layers, 0 if is_late else bench.rounds, note)
 
 
 def _measure(case: PushCase, count: int) -> Rounds:
     with contextlib.ExitStack() as stack:
-        runs: dict[str, Timed] = {"bare": _bare(stack, case), "push": _push(stack, case)}
+        runs: dict[str, Timed] = {"bare": _bare(stack, case), "push": _push(stack, case)[0]}
         return take_turns({**runs, "again": runs["bare"]}, count)
 
 
@@ -108,14 +119,15 @@ def _bare(stack: contextlib.ExitStack, case: PushCase) -> Timed:
 
 
 # ---- the push ---------------------------------------------------------------------------------------------------
-def _push(stack: contextlib.ExitStack, case: PushCase) -> Timed:
-    """From the first announcement until the peer has noted the last checksum, by every rank."""
+def _push(stack: contextlib.ExitStack, case: PushCase) -> tuple[Timed, int]:
+    """From the first announcement until the peer has noted the last checksum, by every rank; and the receiver's
+    process."""
     here, there = (stack.enter_context(bench_pool(case)) for _ in range(2))
-    address = stack.enter_context(bench_receiver(there.stats().store.url))
+    address, pid = stack.enter_context(bench_receiver(there.stats().store.url, "--carrier", case.carrier))
     space = here.space(IDENTITY, case.spec, chunk_tokens=case.chunk_tokens)
     chunks = _fill(space, case)
     senders = [
-        PeerSender(space, shard, server=1, rank=rank, settings=LinkSettings(lanes=case.num_lanes))
+        PeerSender(space, shard, server=1, rank=rank, settings=LinkSettings(carrier=case.carrier, lanes=case.num_lanes))
         for rank, shard in enumerate(Topology(tp=case.num_ranks).shards(case.spec))
     ]
     for sender in senders:
@@ -134,7 +146,9 @@ def _push(stack: contextlib.ExitStack, case: PushCase) -> Timed:
 
     for _ in range(6):  # until every page of the pool is mapped, as in a server that has run for a while
         timed()
-    return timed
+    if case.carrier == "nixl" and not all(sender.counts["written_bytes"] for sender in senders):
+        raise StoreError("the receiver does not take one-sided writes")
+    return timed, pid
 
 
 def _fill(space: Space, case: PushCase) -> list[ChunkRef]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
@@ -34,6 +35,7 @@ class PushCase:
     num_ranks: int = 1
     num_lanes: int = 1
     """Connections a rank; the bare sockets have one."""
+    carrier: str = "tcp"
 
     @property
     def spec(self) -> KVSpec:
@@ -84,10 +86,17 @@ def bench_process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
             process.communicate()
 
 
+class BenchReceiver(NamedTuple):
+    """`headwater pool receive` of a pool, in a process of its own."""
+
+    address: str
+    pid: int
+
+
 @contextlib.contextmanager
-def bench_receiver(url: str, *options: str) -> Iterator[str]:
-    """`headwater pool receive` of a pool in a process of its own; yields its address."""
+def bench_receiver(url: str, *options: str) -> Iterator[BenchReceiver]:
+    """One that ends with the context."""
     command = [sys.executable, "-m", "headwater", "pool", "receive", url, "--listen", "127.0.0.1:0", "--json"]
     with bench_process([*command, "--share", "1.0", *options]) as process:
         assert process.stdout is not None
-        yield str(json.loads(process.stdout.readline())["listening"])
+        yield BenchReceiver(str(json.loads(process.stdout.readline())["listening"]), process.pid)

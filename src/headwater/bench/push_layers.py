@@ -89,7 +89,7 @@ class _Prefill:
         self._case, push = case, case.push
         self._here, self._there = (stack.enter_context(bench_pool(push)) for _ in range(2))
         url = self._there.stats().store.url
-        self._address = stack.enter_context(bench_receiver(url))
+        self._address = stack.enter_context(bench_receiver(url)).address
         command = [sys.executable, "-m", "headwater.bench.push_decode", url, json.dumps(asdict(push))]
         self._decode = stack.enter_context(bench_process(command))
         space = self._here.space(IDENTITY, push.spec, chunk_tokens=push.chunk_tokens)

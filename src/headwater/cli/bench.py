@@ -231,6 +231,13 @@ def _print_peers(report: dict[str, Any]) -> None:
         figures = [f"{what}_{name}" for what in ("push_gbps", "bare_gbps", "push_ratio", "push_noise")]
         rates.add_row(name, *(f"{report[figure]:.2f}" for figure in figures))
     console().print(rates)
+    if (reason := report["nixl_reason"]) is not None:
+        console().print(f"NIXL: not measured, {reason}")
+    else:
+        ratio, noise, idle = (report[f"nixl_{name}"] for name in ("ratio", "noise", "idle_cores"))
+        console().print(
+            f"nixl_ratio {ratio:.2f} (noise {noise:.2f}): a push, over a bare NIXL write; idle {idle:.3f} cores"
+        )
     if (reason := report["push_layerwise_reason"]) is not None:
         console().print(f"layer by layer: not measured, {reason}")
         return
