@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from headwater.connector.config import LOAD_MODES, ROLES
+from headwater.connector.config import CARRIERS, LOAD_MODES, ROLES
 from headwater.engine.config import DTYPES, LAYOUTS, LOAD_FORMATS, EngineConfig
 from headwater.errors import EngineError
 
@@ -65,6 +65,10 @@ OPTIONS: dict[str, _Row] = {
         "A file with the secret that servers share which push KV to each other; needed between hosts.",
         "FILE",
     ),
+    "peer_tls_cert": _Row(str | None, "Use TLS between peers; this certificate chain is shown to them.", "FILE"),
+    "peer_tls_key": _Row(str | None, "Its key, if it is in a file of its own.", "FILE"),
+    "peer_tls_ca": _Row(str | None, "Use TLS between peers; this CA has signed their certificates.", "FILE"),
+    "peer_carrier": _Row(str, "How KV travels to peers; nixl where both ends say so.", _one_of(*CARRIERS)),
 }
 
 

@@ -102,7 +102,7 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
     with needs_extra():
-        from headwater.peers.hello import read_secret
+        from headwater.connector.peering import peer_options
         from headwater.serve.server import Hooks, run_server
 
     server = ServerConfig(
@@ -123,8 +123,8 @@ def serve(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
     )
-    if config.peer_secret_file is not None:
-        read_secret(config.peer_secret_file)  # here and now: a rank that cannot would only push nothing
+    # Here and now: a rank that cannot use them would only push nothing.
+    peer_options(config).check(receives=peer_listen is not None)
     if peer_listen is not None and no_pool:
         raise InvalidArgumentError("--peer-listen needs a pool to receive into; leave --no-pool out")
     # Only now: it makes the pool if there is none.

@@ -13,6 +13,9 @@ from headwater.peers.carriers import nixl, tcp
 from headwater.peers.hello import NONCE_BYTES, Greeting, Hello, Role, Welcome
 from headwater.peers.wire import Refusal, Type, encode_frame
 
+CARRIER_S = 5.0
+"""How much longer a welcome may take where the receiver starts a carrier for it: half a second on a quiet host."""
+
 
 @dataclass(frozen=True)
 class LinkSettings:
@@ -69,7 +72,7 @@ class Caller:
             raise PeerRefusedError(f"{address} is another host, and there is no secret to prove to it", Refusal.SECRET)
         connection = tcp.connect(address, settings.connect_s, settings.tls)
         try:
-            deadline = time.monotonic() + settings.io_s
+            deadline = time.monotonic() + settings.io_s + (CARRIER_S if carriers else 0.0)
             _, greeting = connection.receive(deadline, Type.GREETING)
             Greeting.decode(greeting)
             nonce = secrets.token_bytes(NONCE_BYTES)
