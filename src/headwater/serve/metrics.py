@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from headwater.connector.metrics import POOL_METRICS, Kind, Metric, Source
+from headwater.connector.metrics import PEER_METRICS, POOL_METRICS, Kind, Metric, Source, peer_values
 from headwater.connector.stats import Distribution
 from headwater.serve.messages import Stats
 from headwater.serve.peers import NO_PEERS, Peers
@@ -40,10 +40,6 @@ def _server(name: str, text: str, *labels: str, buckets: tuple[float, ...] = ())
         labels=labels,
         buckets=buckets,
     )
-
-
-def _peer(name: str, kind: Kind, field: str, text: str) -> Metric:
-    return Metric(f"headwater_peer_{name}", kind, text, Source.SERVER, field)
 
 
 ENGINE_METRICS = (
@@ -101,17 +97,6 @@ ENGINE_SILENT = Metric(
 SERVER_INFO = Metric(
     "headwater_server_info", "gauge", "What is running; always 1.", Source.SERVER, labels=("version", "model")
 )
-PEER_RESTARTS = Metric(
-    "headwater_peer_restarts_total", "counter", "How often the receiver died and was started again.", Source.SERVER
-)
-PEER_METRICS = (
-    _peer("connections", "gauge", "connections", "Connections of other servers to the receiver."),
-    _peer("pending_bytes", "gauge", "pending_bytes", "Room that other servers have reserved and not filled."),
-    _peer("share_bytes", "gauge", "share_bytes", "Room that they may have reserved, all of them together."),
-    _peer("received_bytes_total", "counter", "bytes", "Bytes of KV that other servers have sent."),
-    _peer("received_chunks_total", "counter", "chunks_stored", "Chunks that they have completed in the pool."),
-)
-"""Figures of the receiver; counters begin anew when it is restarted."""
 SERVER_METRICS = (
     HTTP_REQUESTS,
     SEQUENCES,
@@ -124,7 +109,6 @@ SERVER_METRICS = (
     ENGINE_SILENT,
     SERVER_INFO,
     *PEER_METRICS,
-    PEER_RESTARTS,
 )
 """What the server counts itself, and what its receiver says."""
 
@@ -180,9 +164,9 @@ class _Snapshot(Collector):
         for metric in ENGINE_METRICS:
             yield _family(metric, {"": getattr(stats, metric.field)})
         yield _expert_rows(stats.expert_rows)
+        peers = peer_values(self._peers.stats, self._peers.num_restarts)
         for metric in PEER_METRICS:
-            yield _family(metric, {"": float(self._peers.stats.get(metric.field, 0))})
-        yield _family(PEER_RESTARTS, {"": float(self._peers.num_restarts)})
+            yield _family(metric, peers[metric.name])
         for metric in POOL_METRICS:
             if metric.kind == "histogram":
                 yield _histogram(metric, stats.pool_times.get(metric.name, Distribution()))

@@ -108,6 +108,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             if self._steps is not None:
                 self._steps.side.loads_in_step = False  # until vLLM's scheduler is made
                 self._receiver = start_receiver(self._options)
+                self._reporter.watch(self._receiver)
 
     # ---- the scheduler side -------------------------------------------------------------------------------------
     @property
