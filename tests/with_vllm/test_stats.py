@@ -155,13 +155,10 @@ class FixedReceiver:
         self.num_restarts = 0
 
 
-def test_what_a_receiver_says_is_on_the_page_and_begins_anew_with_it(
-    prom: KVConnectorProm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr(stats_module.time, "monotonic", clock)
-    receiver, reporter = FixedReceiver(connections=2, pending_bytes=10, share_bytes=100, bytes=7), Reporter()
-    reporter.watch(receiver)
+def test_what_a_receiver_says_is_on_the_page_and_begins_anew_with_it(prom: KVConnectorProm) -> None:
+    clock, reporter = Clock(), Reporter()
+    receiver = FixedReceiver(connections=2, pending_bytes=10, share_bytes=100, bytes=7)
+    reporter.watch(receiver, clock)
 
     def step() -> None:
         clock.now_s += READ_EVERY_S

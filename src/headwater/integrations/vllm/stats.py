@@ -200,9 +200,9 @@ class Reporter:
         self._differences = Differences()
         self._receiver: ReceiverFigures | None = None
 
-    def watch(self, receiver: Received | None) -> None:
+    def watch(self, receiver: Received | None, clock: Callable[[], float] = time.monotonic) -> None:
         """Tell what a receiver says, too, if there is one: on the scheduler's side."""
-        self._receiver = None if receiver is None else ReceiverFigures(receiver)
+        self._receiver = None if receiver is None else ReceiverFigures(receiver, clock)
 
     def worker(self, stats: TransferStats, times: Times, pool: PoolFigures | None) -> HeadwaterStats | None:
         """What a rank has done; None where that is nothing."""
