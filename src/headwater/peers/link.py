@@ -67,6 +67,8 @@ class Link:
         self.dead_until = 0.0
         self._inbox: deque[Told] = deque()
         self._talk = Conversation(address, caller, settings)
+        self._written: tuple[int, Callable[[bytes], None]] | None = None
+        """A write that is over, of which the peer has not been told."""
         self._batches: list[Batch] = []
         self._by_key: dict[bytes, list[tuple[Batch, int]]] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -165,10 +167,9 @@ class Link:
         for i, chunk in enumerate(batch.chunks):
             self._by_key.setdefault(chunk.key, []).append((batch, i))
         self._ask(batch)
-        if (
-            self._space.spec.extent_bytes(sum([chunk.num_tokens for chunk in batch.chunks]))
-            <= self._settings.eager_bytes
-        ):
+        # Before the peer has answered, where little is wasted should it have them: a write asks first, in any case.
+        size = self._space.spec.extent_bytes(sum([chunk.num_tokens for chunk in batch.chunks]))
+        if self._talk.writer is not None or size <= self._settings.eager_bytes:
             self._send_present(batch)
 
     def note(self, keys: Sequence[bytes], layers: range) -> None:
@@ -251,6 +252,7 @@ class Link:
             step = max(1, _FRAME_BYTES // layer_bytes)
             for first in range(run.start, run.stop, step):
                 self._send_layers(batch, some, range(first, min(first + step, run.stop)), held)
+        self._say_written()
 
     def _send_layers(self, batch: Batch, wanted: Sequence[int], layers: range, held: Held | None) -> None:
         """Send a group of layers of some chunks. A chunk that is not in the own pool any more is given up."""
@@ -335,11 +337,18 @@ class Link:
         size = layout.num_bytes * len(numbers)
         number, body = self._talk.exchange(Type.WRITE, Data(batch.number, layers, numbers, sums).encode())
         targets = Targets.decode(body, len(numbers))
+        self._say_written()
         count = self._talk.writer.write(places, layout, targets, self._talk.deadline(size), self._while_writing)
-        answered = partial(self._acknowledge, batch, numbers, layers)
-        self._talk.request(Type.WRITTEN, encode_written(number), answered)
+        self._written = number, partial(self._acknowledge, batch, numbers, layers)
         self._counts["written_bytes"] += layout.num_bytes * count
         self._note_sent(batch, numbers, layers, layout.num_bytes * count)
+
+    def _say_written(self) -> None:
+        """The last write is over. Said while the next one is under way: the peer notes checksums meanwhile."""
+        written, self._written = self._written, None
+        if written is not None:
+            number, answered = written
+            self._talk.request(Type.WRITTEN, encode_written(number), answered)
 
     def _while_writing(self) -> None:
         if self._is_closing:
@@ -413,6 +422,7 @@ class Link:
         """The connection is of no use any more. Where it merely ended (the peer was restarted, most likely), everything
         is put once more over a new one; otherwise it is dropped, and the peer left alone for a while."""
         was_silent = isinstance(error, PeerRefusedError) and error.code == Refusal.SILENCE  # this process was stopped
+        self._written = None
         has_ended = self._talk.lane is not None and (was_silent or isinstance(error, PeerGoneError))
         self._talk.disconnect()
         if has_ended and not self._batches:
