@@ -306,6 +306,7 @@ def test_what_cannot_be_is_left_out() -> None:
         "headwater_pool_step_seconds_total": {"": 10**400},
         "headwater_pool_asked_tokens_total": {"": True},
         "headwater_no_such_total": {"": 1},
+        "headwater_peer_connections": {"": 1},
         "headwater_tier_hits_total": {"": 1, "a\n\x1b[31mtier": 2},
         LOADS: {"": 3},
         "headwater_pool_matched_tokens_total": [1],

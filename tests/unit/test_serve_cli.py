@@ -133,6 +133,9 @@ def test_a_pool_is_used_unless_told_otherwise(
         (["serve", "--memory-ratio", "0"], EngineConfigError),
         (["serve", "--host", "0.0.0.0"], EngineConfigError),
         (["serve", "--ssl-keyfile", "k"], EngineConfigError),
+        (["serve", "--peer-tls-key", "k"], InvalidArgumentError),
+        (["serve", "--peer-tls-cert", "/nowhere/c", "--peer-tls-ca", "/nowhere/ca"], InvalidArgumentError),
+        (["serve", "--peer-listen", "127.0.0.1:0", "--peer-tls-ca", "ca"], InvalidArgumentError),
         (["serve", "--max-body-bytes", "9", "--max-total-body-bytes", "8"], EngineConfigError),
         (["generate", ""], InvalidArgumentError),
         (["generate", "x", "--raw", "--system", "y"], InvalidArgumentError),
@@ -158,6 +161,16 @@ def test_a_server_that_is_refused_for_its_settings_has_made_no_pool(
     result = invoke("serve", "--ssl-keyfile", "nothing.pem")
     assert isinstance(result.exception, WrongUsageError)
     assert "--ssl-certfile" in str(result.exception)
+    assert not served
+
+
+@pytest.mark.parametrize(
+    "args", [("--peer-tls-key", "k"), ("--peer-listen", "127.0.0.1:0", "--peer-tls-ca", "ca")], ids=["key", "ca"]
+)
+def test_peer_tls_without_its_certificate_is_wrong_usage(served: list[ServerConfig], args: tuple[str, ...]) -> None:
+    exception = invoke("serve", *args).exception
+    assert isinstance(exception, WrongUsageError)
+    assert str(exception).endswith("needs --peer-tls-cert")
     assert not served
 
 

@@ -112,7 +112,7 @@ def serve(
     Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics; / shows the pool at work.
     """
     with needs_extra():
-        from headwater.peers.hello import read_secret
+        from headwater.connector.peering import peer_options
         from headwater.serve.server import Hooks, run_server
 
     with reading_options():
@@ -138,8 +138,12 @@ def serve(
             raise InvalidArgumentError("--peer-listen needs a pool to receive into; leave --no-pool out")
         if pool is not None and no_pool:
             raise InvalidArgumentError("--pool and --no-pool contradict each other; give one of them")
-    if config.peer_secret_file is not None:
-        read_secret(config.peer_secret_file)  # here and now: a rank that cannot would only push nothing
+        if config.peer_tls_key is not None and config.peer_tls_cert is None:
+            raise InvalidArgumentError("--peer-tls-key needs --peer-tls-cert")
+        if peer_listen is not None and config.peer_tls_ca is not None and config.peer_tls_cert is None:
+            raise InvalidArgumentError("--peer-listen with --peer-tls-ca needs --peer-tls-cert")
+    # Here and now: a rank that cannot use them would only push nothing.
+    peer_options(config).check(receives=peer_listen is not None)
     # Only now: it makes the pool if there is none.
     chosen = _choose_pool(pool, no_pool, config)
     server = replace(server, engine=replace(config, pool=chosen.url))
