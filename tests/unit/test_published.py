@@ -237,6 +237,29 @@ def test_a_reader_beside_a_busy_writer_sees_whole_records_in_order(pool: Pool) -
     file.close()
 
 
+def test_a_reader_that_was_suspended_between_the_slots_does_not_go_back(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has an old copy of one slot, and finds the other one half written."""
+    file = FiguresFile(directory_of(pool))
+    for number in (1, 2, 3):
+        file.write(b"%d" % number)
+    assert [found.payload for found in read_figures(directory_of(pool))] == [b"3"]
+    real, num_reads = os.pread, 0
+
+    def pread(fd: int, length: int, offset: int) -> bytes:
+        nonlocal num_reads
+        num_reads += 1
+        raw = real(fd, length, offset)
+        if num_reads == 1:
+            file.write(b"4")  # over the 2 that this reader holds now
+        return bytes(len(raw)) if num_reads == 2 else raw
+
+    monkeypatch.setattr(os, "pread", pread)
+    assert [found.payload for found in read_figures(directory_of(pool))] == [b"4"]
+    file.close()
+
+
 @pytest.mark.parametrize(
     "noise",
     [b"", b"x", os.urandom(3 * SLOT_BYTES), b"\0" * SLOT_BYTES, b"hwfigs1\0" + b"\xff" * 100],
