@@ -2,7 +2,7 @@
 
     python examples/chat_two_servers.py
 
-Starts two `headwater serve` on one pool, and removes both afterwards. Needs `pip install 'headwater[serve]'`.
+Starts two `headwater serve` on one pool, and removes both afterwards. Needs `pip install '.[serve]'`.
 """
 
 from __future__ import annotations
@@ -56,4 +56,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -19,7 +19,7 @@ import headwater as hw
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write KV with TP=2, read it with TP=8.")
     parser.add_argument(
-        "--pool", default="memory://?capacity=256MiB", help="a pool URL; shm:///NAME is kept afterwards"
+        "--pool", default="memory://?capacity=256MiB", help="a pool URL; shm:///NAME is kept, its KV is cleared"
     )
     parser.add_argument("--tokens", type=int, default=1000, help="tokens in the prompt")
     args = parser.parse_args()

@@ -202,7 +202,10 @@ class Connector:
         self.scheduler.start_load(request.id, request.blocks)
 
     def finish(self, request: Request) -> None:
-        """A request is over. Others may have its blocks at once: the next step saves them before it writes any."""
+        """A request is over. Others may have its blocks at once: the next step saves them before it writes any.
+
+        An engine that aborts requests keeps the blocks of one that loads until its load has ended (`end_step`).
+        """
         self.scheduler.finish(request.id, request.num_computed, request.blocks)
 
     # (5) A step: orders go down, the model runs, a report comes up.

@@ -3,7 +3,7 @@
     python examples/prefill_decode.py
 
 Each server has a pool of its own, as on two hosts, and KV goes from one to the other over TCP. Everything is removed
-afterwards. Needs `pip install 'headwater[serve]'`. docs/disaggregation.md has the commands for several hosts.
+afterwards. Needs `pip install '.[serve]'`. docs/disaggregation.md has the commands for several hosts.
 """
 
 from __future__ import annotations
@@ -62,4 +62,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -119,7 +119,8 @@ class Peer:
     """A process on a host that does what it is told: see `host_process` and `host_engine`."""
 
     def __init__(self, host: Host, *words: str, script: str = "host_process") -> None:
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")])}
+        paths = [str(HERE), str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         env |= {"GLOG_minloglevel": "3", "OMP_NUM_THREADS": "1"}
         command = host.command([sys.executable, str(HERE / "integration" / f"{script}.py"), *words])
         pipe = subprocess.PIPE

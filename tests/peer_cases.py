@@ -130,7 +130,7 @@ class ReceiverProcess:
 
     def __init__(self, url: str, *options: str, listen: str = "127.0.0.1:0", prefix: Sequence[str] = ()) -> None:
         command = [*prefix, sys.executable, "-m", "headwater", "pool", "receive", url, "--listen", listen, "--json"]
-        env = os.environ | {"PYTHONPATH": str(SRC)}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])}
         self.process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=env)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

@@ -219,6 +219,7 @@ PLOTS: dict[str, Callable[[], str]] = {
     "ttft": lambda: against_bars("ttft", "ttft-cpu"),
     "router": routing,
     "peers": lambda: against_bars("peers"),
+    "peers-carriers": lambda: against_bars("peers-carriers"),
     "vllm-connectors": connectors,
     "vllm-lengths": lengths,
     "vllm-gpu": lambda: against_bars("vllm-gpu"),

@@ -11,8 +11,9 @@ Names are imported on first use, so that `import headwater` costs milliseconds a
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headwater.lazy import names_on_demand
 
 if TYPE_CHECKING:
     from headwater.engine.config import EngineConfig
@@ -155,12 +156,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'headwater' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = names_on_demand(__name__, _HOME_OF)
 
 
 def __dir__() -> list[str]:

@@ -37,7 +37,7 @@ class JsonFormatter(logging.Formatter):
         try:
             message = record.getMessage()
         except Exception:
-            message = f"{record.msg} {record.args}"
+            message = _bare(record)
         when = datetime.fromtimestamp(record.created, UTC)
         said = {
             "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -111,6 +111,14 @@ def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
     name = args.thread.name if args.thread is not None else "a thread"
     trace = (args.exc_type, args.exc_value, args.exc_traceback)
     logging.getLogger("headwater").critical("uncaught %s in %s", args.exc_type.__name__, name, exc_info=trace)
+
+
+def _bare(record: logging.LogRecord) -> str:
+    """What can be shown of a record whose message cannot be made."""
+    try:
+        return f"{record.msg} {record.args}"
+    except Exception as error:  # an argument that cannot even be shown
+        return f"{record.msg if isinstance(record.msg, str) else ''} ({type(error).__name__} in its arguments)".strip()
 
 
 def _cut(text: str) -> str:

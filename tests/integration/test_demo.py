@@ -152,7 +152,7 @@ def test_what_both_servers_knew_was_not_saved_by_the_second() -> None:
     assert outcome.as_dict()["saved_tokens"] == 4028
     text = io.StringIO()
     two_servers.show(outcome, Console(file=text, width=120))
-    assert "computed 4,028 tokens less and was 32.0 times as fast" in text.getvalue()
+    assert "computed 4,028 fewer tokens and was 32.0 times as fast" in text.getvalue()
 
 
 @pytest.mark.usefixtures("_no_model")

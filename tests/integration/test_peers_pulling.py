@@ -292,7 +292,7 @@ def test_commands_look_at_a_peer(tmp_path: Path) -> None:
         code, out, err = headwater("pool", "stats", f"{host.pool.stats().store.url},{url}")
         assert code == 0, err
         assert "never" in out
-        assert "nobody" in out
+        assert "none" in out
         events = [sys.executable, "-m", "headwater", "pool", "events", url, "--seconds", "60", "--json"]
         env = os.environ | {"PYTHONPATH": str(pc.SRC)}
         with subprocess.Popen(events, stdout=subprocess.PIPE, text=True, env=env) as follower:

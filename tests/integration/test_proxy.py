@@ -10,8 +10,10 @@ import asyncio
 import json
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from threading import Thread
@@ -120,13 +122,38 @@ def test_both_legs_are_sent_at_once_with_what_the_contract_says(upstream: Any, p
     transfer = to_prefill.params["transfer"]
     assert to_prefill.params == {"push_to": "10.0.0.7:7700", "transfer": transfer}
     assert int(transfer, 16) >= 0
-    assert to_decode.params == {"transfer": transfer, "wait_s": 30.0}
+    assert to_decode.params == {"transfer": transfer, "wait_s": 30.0, "start_s": 2.0}
     assert to_prefill.body["max_tokens"] == 1
     assert to_prefill.body["stream"] is False
     assert to_prefill.body["messages"] == to_decode.body["messages"] == chat_body("hello")["messages"]
     assert to_decode.body["max_tokens"] == 50
     assert {to_prefill.headers["authorization"], to_decode.headers["authorization"]} == {"Bearer k"}
     assert abs(to_prefill.began_s - to_decode.began_s) < 2.0, "one after the other"
+
+
+def test_decode_waits_for_what_is_queued_at_prefill(upstream: Any, proxy: Any) -> None:
+    """Otherwise it would compute by itself what prefill has not begun."""
+    released = threading.Event()
+
+    async def held(exchange: Exchange) -> None:
+        while not released.is_set():
+            await asyncio.sleep(0.01)
+        await answers(exchange, name="d")
+
+    decode, prefill = upstream(held), upstream(held)
+    front = proxy("proxy", "--prefill", prefill.url, "--decode", f"{decode.url},peer=10.0.0.7:7700")
+    prompts = [f"{number} " + "word " * 4000 for number in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        for number, text in enumerate(prompts):
+            pool.submit(front.chat, text)
+            is_sent = lambda: len(decode.completions) == len(prefill.completions) == number + 1  # noqa: B023, E731
+            wait_until(is_sent, WAIT_S)
+        released.set()
+    starts = [asked.params["start_s"] for asked in decode.completions]
+    assert starts[0] == 2.0
+    assert starts[0] < starts[1] < starts[2] <= 30.0
+    assert front.chat("9 " + "word " * 4000).status_code == 200
+    assert decode.completions[-1].params["start_s"] == 2.0, "nothing is queued any more"
 
 
 def test_a_prompt_of_less_than_a_chunk_stays_on_its_decode_server(upstream: Any, proxy: Any) -> None:

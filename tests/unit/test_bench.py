@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headwater.bench import fleet, push, store
-from headwater.errors import InvalidArgumentError
+from headwater.bench import fleet, push, push_layers, push_nixl, store
+from headwater.errors import InvalidArgumentError, StoreError
 from headwater.stores.embedded import store_directory
 from headwater.stores.url import parse_url
 
@@ -68,6 +68,22 @@ def test_fleet_smoke() -> None:
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("headwater-fleet-")]
 
 
+def test_a_run_of_peers_without_time_says_so() -> None:
+    report = push_layers.bench_layers(push_layers.LayersCase(), 0, lambda text: None)
+    assert report["push_layerwise_reason"] == "there was no time left"
+    assert [report[figure] for figure in push_layers.FIGURES] == [None] * len(push_layers.FIGURES)
+
+
+@pytest.mark.slow
+def test_layers_that_decode_did_not_get_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="the transfer needs torch")
+    from headwater.bench.push_decode import BenchCache
+
+    monkeypatch.setattr(BenchCache, "digest", lambda self: "another")
+    with pytest.raises(StoreError, match="other bytes"):
+        push_layers.bench_layers(push.QUICK.layers, 1, lambda text: None)
+
+
 @pytest.mark.slow
 def test_a_quick_run_of_peers_reports_every_figure_and_leaves_nothing() -> None:
     before = set(os.listdir("/dev/shm"))
@@ -76,4 +92,11 @@ def test_a_quick_run_of_peers_reports_every_figure_and_leaves_nothing() -> None:
         assert report[f"push_ratio_{case.name}"] > 0
         assert report[f"push_gbps_{case.name}"] > 0
         assert report[f"push_noise_{case.name}"] >= 0
+    assert report["push_layerwise_reason"] is None
+    for figure in push_layers.FIGURES:
+        assert report[figure] >= 0
+    assert report["push_layerwise_ratio"] > 0
+    for figure in push_nixl.FIGURES:
+        assert report[figure] is None if report["nixl_reason"] else report[figure] >= 0
+    assert report["step_cost"] > 0
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("hwbench")]

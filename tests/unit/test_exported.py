@@ -130,6 +130,28 @@ def test_sums_over_processes_that_come_and_go(url: str, monkeypatch: pytest.Monk
         one.publisher.close()
 
 
+def test_figures_that_could_not_be_read_for_a_moment_are_counted_once(url: str) -> None:
+    with open_pool(url) as pool:
+        alive, ended, watch = Process(pool), Process(pool), watch_of(url)
+        for process in (alive, ended):
+            process.says(replace(TransferStats(), loaded_bytes=100, load_times=TRANSFER.load_times))
+        assert page(watch)[LOADED] == 200
+        ended.publisher.close()
+        before = page(watch)
+        directory = store_directory(parse_url(url))
+        for _ in range(2):
+            os.rename(directory, f"{directory}-away")
+            try:
+                assert page(watch)[LOADED] == 200
+            finally:
+                os.rename(f"{directory}-away", directory)
+            shown = page(watch)
+            assert (shown[LOADED], shown[f"{LOADS}_count"]) == (200, before[f"{LOADS}_count"])
+        alive.says(replace(TransferStats(), loaded_bytes=130, load_times=TRANSFER.load_times))
+        assert page(watch)[LOADED] == 230
+        alive.publisher.close()
+
+
 def test_a_process_that_lived_between_two_looks_is_counted(url: str) -> None:
     with open_pool(url) as pool:
         watch = watch_of(url)

@@ -49,6 +49,15 @@ def test_a_line_has_what_programs_look_for() -> None:
     assert len(found["time"]) == len("2026-01-01T00:00:00.000Z")
 
 
+def test_an_argument_that_cannot_be_shown_breaks_no_line() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError("half made")
+
+    assert said(record("it is %s", Broken()))["message"] == "it is %s (RuntimeError in its arguments)"
+    assert said(record(Broken()))["message"] == "(RuntimeError in its arguments)"  # type: ignore[arg-type]
+
+
 def test_exceptions_are_text_and_nothing_is_too_long_or_breaks_it() -> None:
     try:
         raise ValueError("bad\nluck")
@@ -127,6 +136,8 @@ def test_for_people_lines_are_as_they_were(value: str) -> None:
         (("proxy", "--decode", "http://127.0.0.1:1", "--host", "no-such-host.invalid"), 2),
         (("pool", "receive", "memory://", "--listen", "127.0.0.1:0"), 1),
         (("pool", "exporter", "redis://cache"), 1),
+        (("pool", "exporter", "--prot", "1"), 2),
+        (("serve", "--no-such-option"), 2),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, tuple) else str(value),
 )
@@ -143,6 +154,12 @@ def test_every_command_that_serves_fails_in_json(command: tuple[str, ...], exit_
     code, plain = run("-m", "headwater", *command)
     assert code == exit_code
     assert plain[-1].lower() == f"error: {found[-1]['message']}".lower()  # Click writes `Error`
+
+
+def test_an_option_without_its_value_fails_in_json() -> None:
+    code, lines = run("-m", "headwater", "pool", "exporter", "--port", HEADWATER_LOG_FORMAT="json")
+    (line,) = (json.loads(line) for line in lines)
+    assert (code, line["process"], line["level"]) == (2, "exporter", "error")
 
 
 def test_a_format_that_there_is_not_is_refused() -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from headwater.cli.receive import server_tls
 from headwater.errors import InvalidArgumentError, PeerRefusedError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
@@ -25,6 +24,7 @@ from headwater.peers.address import PeerAddress, parse_address
 from headwater.peers.caller import LinkSettings, PeerCaller
 from headwater.peers.carriers.tcp import Connection
 from headwater.peers.hello import Hello, PeerRole, describe_space, new_greeting, scope_of
+from headwater.peers.options import server_tls
 from headwater.peers.receiver import Receiver
 from headwater.peers.sender import PeerSender, transfer_name
 from headwater.pool.pool import Pool, open_pool

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("msgspec")
 
 from headwater.proxy.calls import CallBody, parse_call
-from headwater.proxy.choice import Router, ServerCandidate
+from headwater.proxy.choice import UNKNOWN_TOKENS_PER_S, Router, ServerCandidate
 from headwater.proxy.index import Bits, History, Table, runs
 from headwater.proxy.keys import TEXT, PromptKeys, TokenScheme, canonical_text, tokens_of
 
@@ -217,6 +217,21 @@ def test_a_ticket_takes_back_what_it_added_whatever_the_order() -> None:
         ticket.end()
         ticket.begin()
     assert (server.queued_tokens, server.num_queued, server.num_running) == (0, 0, 0)
+
+
+def test_a_queue_is_measured_in_the_time_that_its_server_takes() -> None:
+    router = Router()
+    server = ServerCandidate("a", router)
+    assert server.queue_s == 0.0
+    server.queued_tokens = 4000
+    assert server.queue_s == 4000 / UNKNOWN_TOKENS_PER_S
+    server.note_pace(100, 10.0)  # too short to say anything
+    server.note_pace(8000, 0.0)
+    assert server.tokens_per_s == 0.0
+    server.note_pace(8000, 0.5)
+    assert server.queue_s == pytest.approx(0.25)
+    server.note_pace(8000, 1.0)
+    assert 8000 < server.tokens_per_s < 16000, "a mean, in which the newest counts for a part"
 
 
 def test_a_restarted_server_has_nothing() -> None:

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.connector import published as module
+from headwater.connector import totals as totals_module
 from headwater.connector.metrics import POOL_METRICS, Source
 from headwater.connector.published import Publisher, all_published, decode, encode, figures, published
 from headwater.connector.stats import Distribution, TransferStats
@@ -236,6 +237,29 @@ def test_a_reader_beside_a_busy_writer_sees_whole_records_in_order(pool: Pool) -
     file.close()
 
 
+def test_a_reader_that_was_suspended_between_the_slots_does_not_go_back(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has an old copy of one slot, and finds the other one half written."""
+    file = FiguresFile(directory_of(pool))
+    for number in (1, 2, 3):
+        file.write(b"%d" % number)
+    assert [found.payload for found in read_figures(directory_of(pool))] == [b"3"]
+    real, num_reads = os.pread, 0
+
+    def pread(fd: int, length: int, offset: int) -> bytes:
+        nonlocal num_reads
+        num_reads += 1
+        raw = real(fd, length, offset)
+        if num_reads == 1:
+            file.write(b"4")  # over the 2 that this reader holds now
+        return bytes(len(raw)) if num_reads == 2 else raw
+
+    monkeypatch.setattr(os, "pread", pread)
+    assert [found.payload for found in read_figures(directory_of(pool))] == [b"4"]
+    file.close()
+
+
 @pytest.mark.parametrize(
     "noise",
     [b"", b"x", os.urandom(3 * SLOT_BYTES), b"\0" * SLOT_BYTES, b"hwfigs1\0" + b"\xff" * 100],
@@ -305,6 +329,7 @@ def test_what_cannot_be_is_left_out() -> None:
         "headwater_pool_step_seconds_total": {"": 10**400},
         "headwater_pool_asked_tokens_total": {"": True},
         "headwater_no_such_total": {"": 1},
+        "headwater_peer_connections": {"": 1},
         "headwater_tier_hits_total": {"": 1, "a\n\x1b[31mtier": 2},
         LOADS: {"": 3},
         "headwater_pool_matched_tokens_total": [1],
@@ -358,6 +383,20 @@ def test_counters_outlive_their_process_and_gauges_do_not() -> None:
     totals.add("b", {hits: {"t": 8.0}, waiting: {"t": 0.0}, is_open: {"t": 0.0}}, {LOADS: Distribution((2, 0), 2.5)})
     assert totals.values == {hits: {"t": 13.0}, waiting: {"t": 0.0}, is_open: {"t": 0.0}}
     assert totals.times == {LOADS: Distribution((3, 2), 5.5)}
+
+
+def test_who_is_out_of_sight_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(totals_module, "MAX_UNSEEN", 2)
+    totals = Totals()
+    for name in "abc":
+        totals.add(name, {LOADED: {"": 1.0}}, {})
+        totals.keep_only([])
+    assert list(totals._unseen) == ["b", "c"]
+    totals.add("b", {LOADED: {"": 1.0}}, {})  # comes back, and has counted no more
+    assert totals.values == {LOADED: {"": 3.0}}
+    totals.end("b")
+    totals.add("b", {LOADED: {"": 5.0}}, {})  # another one of that name
+    assert totals.values == {LOADED: {"": 8.0}}
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 100), st.booleans()), max_size=30))

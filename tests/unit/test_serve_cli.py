@@ -20,6 +20,7 @@ from headwater.cli.serve import serve
 from headwater.cli.usage import WrongUsageError
 from headwater.engine.config import EngineConfig
 from headwater.errors import ConfigError, EngineConfigError, EngineError, InvalidArgumentError, UrlError
+from headwater.extras import install_hint
 from headwater.serve.config import ServerConfig
 
 app = typer.Typer()
@@ -132,6 +133,9 @@ def test_a_pool_is_used_unless_told_otherwise(
         (["serve", "--memory-ratio", "0"], EngineConfigError),
         (["serve", "--host", "0.0.0.0"], EngineConfigError),
         (["serve", "--ssl-keyfile", "k"], EngineConfigError),
+        (["serve", "--peer-tls-key", "k"], InvalidArgumentError),
+        (["serve", "--peer-tls-cert", "/nowhere/c", "--peer-tls-ca", "/nowhere/ca"], InvalidArgumentError),
+        (["serve", "--peer-listen", "127.0.0.1:0", "--peer-tls-ca", "ca"], InvalidArgumentError),
         (["serve", "--max-body-bytes", "9", "--max-total-body-bytes", "8"], EngineConfigError),
         (["generate", ""], InvalidArgumentError),
         (["generate", "x", "--raw", "--system", "y"], InvalidArgumentError),
@@ -157,6 +161,16 @@ def test_a_server_that_is_refused_for_its_settings_has_made_no_pool(
     result = invoke("serve", "--ssl-keyfile", "nothing.pem")
     assert isinstance(result.exception, WrongUsageError)
     assert "--ssl-certfile" in str(result.exception)
+    assert not served
+
+
+@pytest.mark.parametrize(
+    "args", [("--peer-tls-key", "k"), ("--peer-listen", "127.0.0.1:0", "--peer-tls-ca", "ca")], ids=["key", "ca"]
+)
+def test_peer_tls_without_its_certificate_is_wrong_usage(served: list[ServerConfig], args: tuple[str, ...]) -> None:
+    exception = invoke("serve", *args).exception
+    assert isinstance(exception, WrongUsageError)
+    assert str(exception).endswith("needs --peer-tls-cert")
     assert not served
 
 
@@ -200,4 +214,4 @@ def test_benchmarks_without_torch_say_what_to_install() -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[1, 1, 1]"
     lines = done.stderr.splitlines()
-    assert lines == ["error: the package torch is not installed; pip install 'headwater[engine]'"] * 3
+    assert lines == [f"error: the package torch is not installed; {install_hint('engine')}"] * 3

@@ -10,6 +10,7 @@ import pty
 import select
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -32,7 +33,8 @@ from headwater.errors import UrlError
 from headwater.kv.identity import Identity
 from headwater.kv.topology import whole_shard
 from headwater.pool import Pool, Space, open_pool
-from headwater.stores.embedded import store_directory
+from headwater.stores import open_urls
+from headwater.stores.embedded import EmbeddedStore, store_directory
 from headwater.stores.events import Event, EventKind
 from headwater.stores.url import parse_url
 from headwater.watch import Look, PoolHistory, Watcher
@@ -147,6 +149,54 @@ def test_a_pool_that_cannot_be_read_is_said_to_be(url: str) -> None:
     watcher.close()
 
 
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_a_pool_that_is_damaged_beyond_reading_is_let_go(url: str, is_cut_off: bool) -> None:
+    """Otherwise no engine could make a new one until the watch ends, and a look into what was cut off is a SIGBUS."""
+    index = Path(store_directory(parse_url(url))) / "index"
+    with open_pool(url) as pool:
+        write(space_of(pool), list(range(16)))
+    watcher = Watcher(url)
+    assert watcher.look()["pool"]["state"] == "open"
+    if is_cut_off:
+        os.truncate(index, 4096)
+    else:
+        with index.open("r+b") as file:
+            file.write(b"noise" * (index.stat().st_size // 5))
+    assert watcher.look()["pool"]["state"] == "unreadable"
+    with open_pool(url):
+        look = watcher.look()
+    assert (look["pool"]["state"], look["store"]["chunks"]) == ("open", 0)
+    watcher.close()
+
+
+def test_looks_change_nothing_though_the_clock_was_set_back(url: str) -> None:
+    index = Path(store_directory(parse_url(url))) / "index"
+    with open_pool(url) as pool:
+        write(space_of(pool), list(range(64)))
+        watcher = Watcher(url)
+        assert watcher.look()["store"]["chunks"] == 4
+        assert isinstance(pool.first_tier, EmbeddedStore)
+        inside = pool.first_tier._core.index
+        inside.touch_all(inside.used_heads().cell, time.time_ns() + 10**15)
+        before, watcher._surveyed_at = index.read_bytes(), -1e9
+        look = watcher.look()
+        assert look["prefixes"][0]["last_used_s"] <= time.time()
+        assert index.read_bytes() == before
+        watcher.close()
+
+
+def test_a_remote_pool_that_does_not_answer_is_not_an_empty_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    watcher = Watcher(f"redis://me:secret@127.0.0.1:{port}/0")
+    for _ in range(5):
+        look = watcher.look()
+        assert (look["pool"]["state"], look["store"]) == ("unreadable", None)
+        assert "does not answer" in look["pool"]["why"]
+        assert "secret" not in json.dumps(look)
+    watcher.close()
+
+
 def test_no_pool_and_a_private_one() -> None:
     assert Watcher(None).look()["pool"]["state"] == "none"
     values = {"headwater_store_capacity_bytes": {"": 100.0}, "headwater_store_used_bytes": {"": 7.0}}
@@ -177,6 +227,43 @@ def test_processes_come_and_go_and_their_sums_stay(url: str) -> None:
         assert kinds(look) == ["attached", "left"]
         assert (look["totals"]["asked_tokens"], look["totals"]["matched_tokens"]) == (100, 60)
         watcher.close()
+
+
+def test_an_engine_that_publishes_is_not_counted_twice_while_its_pool_is_away(url: str) -> None:
+    stats, directory = TransferStats(num_asked_tokens=100), store_directory(parse_url(url))
+    with open_pool(url) as pool:
+        publisher = Publisher(pool, engine="headwater", model="toy")
+        publisher.add("scheduler", lambda: figures(stats, Source.SCHEDULER))
+        publisher.flush()
+        watcher = Watcher(url, own=lambda: figures(stats, Source.SCHEDULER))
+        assert watcher.look()["totals"]["asked_tokens"] == 100
+        os.rename(directory, f"{directory}-away")
+        try:
+            look = watcher.look()
+        finally:
+            os.rename(f"{directory}-away", directory)
+        assert (look["pool"]["state"], look["totals"]["asked_tokens"]) == ("absent", 100)
+        assert watcher.look()["totals"]["asked_tokens"] == 100
+        watcher.close()
+        publisher.close()
+
+
+def test_a_pool_that_is_replaced_while_it_is_opened_is_found(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_pool(url) as pool:
+        write(space_of(pool), list(range(16)))
+
+    def open_and_replace(*args: Any, **options: Any) -> Any:
+        opened = open_urls(*args, **options)
+        shutil.rmtree(store_directory(parse_url(url)))
+        open_pool(url).close()
+        return opened
+
+    monkeypatch.setattr(watcher_module, "open_urls", open_and_replace)
+    watcher = Watcher(url)
+    assert watcher.look()["store"]["chunks"] == 1
+    monkeypatch.undo()
+    assert watcher.look()["store"]["chunks"] == 0
+    watcher.close()
 
 
 def test_tiers_are_those_that_engines_publish(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +380,13 @@ def test_one_is_not_many() -> None:
     assert "trips" not in line
 
 
+@pytest.mark.parametrize("kind", [EventKind.STORED, EventKind.REMOVED, EventKind.CLEARED])
+def test_what_an_event_calls_its_tier_can_be_printed(kind: EventKind) -> None:
+    activity = Activity()
+    activity.add_events([Event(1, kind, "\x1b[31m\n", b"k" * 32, 0, 4)], lambda key: None, "shm")
+    assert activity.entries[0].tier == "\ufffd[31m\ufffd"
+
+
 def test_the_list_is_bounded_and_lost_events_are_told() -> None:
     activity = Activity()
     activity.add_events([stored(0, key=number % 200 + 1) for number in range(1000)], lambda key: None, "shm")
@@ -337,6 +431,15 @@ def test_rates_are_of_the_last_seconds() -> None:
 def tier(hits: float, misses: float) -> dict[str, Any]:
     rest = dict.fromkeys(("hit_bytes", "fetched", "stored", "stored_bytes", "failed", "breaker_trips", "waiting"), 0.0)
     return {"name": "redis://cache:6379", "is_breaker_open": True, "hits": hits, "misses": misses, **rest}
+
+
+def test_a_clock_that_is_set_back_is_no_burst() -> None:
+    history = PoolHistory()
+    history.add(made_look(1000.0, loaded_bytes=0.0))
+    history.add(made_look(1002.0, loaded_bytes=4096.0))
+    assert history.add(made_look(900.0, loaded_bytes=8192.0))["out_bytes_s"] == 0.0
+    assert [point["time_s"] for point in history.points] == [900.0]  # no other one is before now
+    assert history.add(made_look(902.0, loaded_bytes=8192.0 + 2048.0))["out_bytes_s"] == 1024.0
 
 
 def test_each_tier_has_a_rate() -> None:

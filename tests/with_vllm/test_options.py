@@ -58,6 +58,13 @@ def test_a_receiver_needs_a_secret_where_other_hosts_reach_it(tmp_path: Path) ->
     assert options.connector.peer_secret_file == str(secret)
 
 
+def test_tls_files_of_peers_are_looked_at_when_vllm_starts(tmp_path: Path) -> None:
+    for name in ("peer_tls_cert", "peer_tls_ca"):
+        with pytest.raises(HeadwaterError, match="TLS files cannot be used"):
+            read_options({name: str(tmp_path / "none.pem")}, "kv_producer")
+    assert read_options({"peer_carrier": "tcp"}, "kv_producer").connector.peer_carrier == "tcp"
+
+
 def test_sizes_and_lists() -> None:
     options = read_options({"staging": "64MiB", "pool": ["shm:///a", "file:///b"], "load_deadline_s": 1}, "kv_both")
     assert options.connector.staging_bytes == 64 << 20
@@ -73,6 +80,8 @@ def test_sizes_and_lists() -> None:
         {"peer_listen": "0.0.0.0:7700"},
         {"peer_listen": 7700},
         {"peer_secret_file": True},
+        {"peer_carrier": "rdma"},
+        {"peer_tls_key": "key.pem", "peer_listen": "127.0.0.1:0"},
         {"pool": 3},
         {"pool": []},
         {"pool": [""]},

@@ -21,7 +21,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from headwater.connector.metrics import POOL_METRICS, Source, host_values, own_values
+from headwater.connector.metrics import PEER_METRICS, POOL_METRICS, Source, host_values, own_values
 from headwater.connector.stats import TransferStats
 from headwater.integrations.vllm import stats as stats_module
 from headwater.integrations.vllm.connector import HeadwaterConnector
@@ -113,14 +113,15 @@ def pickled(stats: HeadwaterStats | None) -> Any:
 # ---- the page ---------------------------------------------------------------------------------------------------
 def test_the_page_has_exactly_what_is_declared(prom: KVConnectorProm) -> None:
     families = {family.name: family for family in REGISTRY.collect() if family.name.startswith("headwater_")}
-    assert families.keys() == {shown_name(metric) for metric in POOL_METRICS}
-    for metric in POOL_METRICS:
+    declared = (*POOL_METRICS, *PEER_METRICS)
+    assert families.keys() == {shown_name(metric) for metric in declared}
+    for metric in declared:
         family = families[shown_name(metric)]
         assert (family.type, family.documentation) == (metric.kind, metric.help)
     for engine in ENGINES:
         names = {name.removesuffix("_count") for name in page(engine)}
         assert {metric.name for metric in POOL_METRICS if metric.starts_at_zero} <= names
-        assert not [name for name in names if name.startswith(("headwater_store", "headwater_tier"))]
+        assert not [name for name in names if name.startswith(("headwater_store", "headwater_tier", "headwater_peer"))]
 
 
 def test_what_all_processes_of_an_engine_report_is_on_its_page(prom: KVConnectorProm) -> None:
@@ -146,6 +147,46 @@ def test_what_all_processes_of_an_engine_report_is_on_its_page(prom: KVConnector
                     assert shown[f'{metric.name}{{tier="{tier.name}"}}'] == value, metric.name
     assert shown['headwater_pool_load_duration_seconds_bucket{le="0.0025"}'] == 2
     assert page(0)["headwater_pool_loaded_bytes_total"] == 0, "another engine's"
+
+
+class FixedReceiver:
+    """A receiver whose figures are set."""
+
+    def __init__(self, **stats: float) -> None:
+        self.stats: dict[str, Any] = {"address": "127.0.0.1:7700", **stats}
+        self.num_restarts = 0
+
+
+def test_what_a_receiver_says_is_on_the_page_and_begins_anew_with_it(prom: KVConnectorProm) -> None:
+    clock, reporter = Clock(), Reporter()
+    receiver = FixedReceiver(connections=2, pending_bytes=10, share_bytes=100, bytes=7)
+    reporter.watch(receiver, clock)
+
+    def step() -> None:
+        clock.now_s += READ_EVERY_S
+        report = reporter.scheduler(TransferStats(), {}, None)
+        assert report is not None
+        assert reporter.scheduler(TransferStats(), {}, None) is None, "at most once a second"
+        prom.observe(wire(report), 0)
+
+    step()
+    shown = page()
+    peers = {name: shown[name] for name in shown if name.startswith("headwater_peer") and "_created" not in name}
+    assert peers == {
+        "headwater_peer_connections": 2,
+        "headwater_peer_pending_bytes": 10,
+        "headwater_peer_share_bytes": 100,
+        "headwater_peer_received_bytes_total": 7,
+        "headwater_peer_received_chunks_total": 0,
+        "headwater_peer_restarts_total": 0,
+    }
+    receiver.stats, receiver.num_restarts = {"connections": 0, "bytes": 5, "chunks_stored": 3}, 1
+    step()
+    shown = page()
+    assert shown["headwater_peer_connections"] == 0
+    assert shown["headwater_peer_received_bytes_total"] == 7 + 5
+    assert shown["headwater_peer_received_chunks_total"] == 3
+    assert shown["headwater_peer_restarts_total"] == 1
 
 
 def test_gauges_are_what_was_said_last_by_each_process(prom: KVConnectorProm) -> None:

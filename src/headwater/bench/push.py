@@ -7,71 +7,27 @@ said that everything is in its place. The bare sockets reserve nothing, note no 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import secrets
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from headwater.bench import push_nixl
 from headwater.bench.measure import Note, Rounds, Timed, gbps, in_threads, machine, stopwatch, take_turns
 from headwater.bench.push_bare import send_all, shuffled
+from headwater.bench.push_case import IDENTITY, START_S, PushCase, bench_pool, bench_process, bench_receiver
+from headwater.bench.push_layers import LayersCase, bench_layers
 from headwater.errors import StoreError
 from headwater.kv.hashing import ChunkRef
-from headwater.kv.identity import Identity
-from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Topology, whole_shard
 from headwater.peers.caller import LinkSettings
 from headwater.peers.sender import PeerSender
-from headwater.pool.pool import Pool, open_pool
 from headwater.pool.space import Space
-from headwater.stores.embedded import destroy
-from headwater.stores.url import parse_url
-
-IDENTITY = Identity(weights="sha256:" + "0" * 64, run_dtype="bfloat16", kv_dtype="bfloat16", label="bench")
-_HEADS = 8
-_START_S = 60.0
-
-
-@dataclass(frozen=True)
-class PushCase:
-    """One size of tile: `num_chunks` chunks of `num_layers` × 8 tiles."""
-
-    name: str
-    chunk_tokens: int
-    head_dim: int
-    num_layers: int
-    num_chunks: int
-    num_ranks: int = 1
-    num_lanes: int = 1
-    """Connections a rank; the bare sockets have one."""
-
-    @property
-    def spec(self) -> KVSpec:
-        """The model whose tiles have this size."""
-        return KVSpec.gqa(num_layers=self.num_layers, num_kv_heads=_HEADS, head_dim=self.head_dim, dtype="bfloat16")
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of one tile."""
-        return self.spec.tile_bytes(self.chunk_tokens)
-
-    @property
-    def num_tiles(self) -> int:
-        """Tiles in all."""
-        return self.num_chunks * self.spec.num_tiles
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in all."""
-        return self.num_tiles * self.tile_bytes
 
 
 @dataclass(frozen=True)
@@ -85,12 +41,19 @@ class PeersBench:
         PushCase("128k_2ranks", 256, 128, 25, 5, num_ranks=2),
         PushCase("128k_2lanes", 256, 128, 25, 5, num_lanes=2),
     )
+    nixl: PushCase = PushCase("nixl", 256, 128, 25, 5, carrier="nixl")  # noqa: RUF009 (frozen)
+    layers: LayersCase = LayersCase()  # noqa: RUF009 (frozen)
     rounds: int = 9
     seconds: float = 240.0
     """No case begins after this time."""
 
 
-QUICK = PeersBench(cases=(PushCase("4k", 16, 64, 25, 5), PushCase("128k", 256, 128, 2, 2)), rounds=2)
+QUICK = PeersBench(
+    cases=(PushCase("4k", 16, 64, 25, 5), PushCase("128k", 256, 128, 2, 2)),
+    nixl=PushCase("nixl", 256, 128, 2, 2, carrier="nixl"),
+    layers=LayersCase(PushCase("layers", 64, 32, 16, 2), layer_s=0.002),
+    rounds=2,
+)
 
 
 def run(bench: PeersBench, note: Note) -> dict[str, Any]:
@@ -112,12 +75,21 @@ def run(bench: PeersBench, note: Note) -> dict[str, Any]:
             f"bare_gbps_{case.name}": gbps(case.num_bytes, best["bare"]),
             f"push_bytes_{case.name}": case.num_bytes,
         }
-    return report
+    is_late = time.monotonic() - began > bench.seconds
+    if (reason := push_nixl.why_not(is_late)) is not None:
+        note(f"no NIXL: {reason}")
+        report |= dict.fromkeys(push_nixl.FIGURES) | {"nixl_reason": reason}
+    else:
+        with contextlib.ExitStack() as stack:
+            work, pid = _push(stack, bench.nixl)
+            report |= push_nixl.bench_nixl(bench.nixl, bench.rounds, work, pid, note)
+    is_late = time.monotonic() - began > bench.seconds
+    return report | bench_layers(bench.layers, 0 if is_late else bench.rounds, note)
 
 
 def _measure(case: PushCase, count: int) -> Rounds:
     with contextlib.ExitStack() as stack:
-        runs: dict[str, Timed] = {"bare": _bare(stack, case), "push": _push(stack, case)}
+        runs: dict[str, Timed] = {"bare": _bare(stack, case), "push": _push(stack, case)[0]}
         return take_turns({**runs, "again": runs["bare"]}, count)
 
 
@@ -128,9 +100,9 @@ def _bare(stack: contextlib.ExitStack, case: PushCase) -> Timed:
     command = [sys.executable, "-m", "headwater.bench.push_bare", str(share), str(case.tile_bytes)]
     socks: list[socket.socket] = []
     for _ in range(case.num_ranks):
-        process = stack.enter_context(_process(command))
+        process = stack.enter_context(bench_process(command))
         assert process.stdout is not None
-        sock = stack.enter_context(socket.create_connection(("127.0.0.1", int(process.stdout.readline())), _START_S))
+        sock = stack.enter_context(socket.create_connection(("127.0.0.1", int(process.stdout.readline())), START_S))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(None)
         socks.append(sock)
@@ -147,18 +119,17 @@ def _bare(stack: contextlib.ExitStack, case: PushCase) -> Timed:
 
 
 # ---- the push ---------------------------------------------------------------------------------------------------
-def _push(stack: contextlib.ExitStack, case: PushCase) -> Timed:
-    """From the first announcement until the peer has noted the last checksum, by every rank."""
-    here, there = (stack.enter_context(_pool(case)) for _ in range(2))
-    url = there.stats().store.url
-    command = [sys.executable, "-m", "headwater", "pool", "receive", url, "--listen", "127.0.0.1:0", "--json"]
-    process = stack.enter_context(_process([*command, "--share", "1.0"]))
-    assert process.stdout is not None
-    address = str(json.loads(process.stdout.readline())["listening"])
+def _push(stack: contextlib.ExitStack, case: PushCase) -> tuple[Timed, int]:
+    """From the first announcement until the peer has noted the last checksum, by every rank; and the receiver's
+    process."""
+    here, there = (stack.enter_context(bench_pool(case)) for _ in range(2))
+    address, pid = stack.enter_context(bench_receiver(there.stats().store.url, "--carrier", case.carrier))
     space = here.space(IDENTITY, case.spec, chunk_tokens=case.chunk_tokens)
     chunks = _fill(space, case)
     senders = [
-        PeerSender(space, shard, server=1, rank=rank, settings=LinkSettings(connections=case.num_lanes))
+        PeerSender(
+            space, shard, server=1, rank=rank, settings=LinkSettings(carrier=case.carrier, connections=case.num_lanes)
+        )
         for rank, shard in enumerate(Topology(tp=case.num_ranks).shards(case.spec))
     ]
     for sender in senders:
@@ -177,7 +148,9 @@ def _push(stack: contextlib.ExitStack, case: PushCase) -> Timed:
 
     for _ in range(6):  # until every page of the pool is mapped, as in a server that has run for a while
         timed()
-    return timed
+    if case.carrier == "nixl" and not all(sender.counts["written_bytes"] for sender in senders):
+        raise StoreError("the receiver does not take one-sided writes")
+    return timed, pid
 
 
 def _fill(space: Space, case: PushCase) -> list[ChunkRef]:
@@ -188,31 +161,3 @@ def _fill(space: Space, case: PushCase) -> list[ChunkRef]:
         if not space.write([chunk], shard, [tiles], deadline_s=30.0)[0].stored:
             raise StoreError("the pool to push from could not be filled")
     return chunks
-
-
-@contextlib.contextmanager
-def _pool(case: PushCase) -> Iterator[Pool]:
-    """Large enough for everything to be pending at once."""
-    capacity = (case.num_bytes * 5 >> 20) + 32
-    url = (
-        f"shm:///hwbench-{os.getpid()}-{secrets.token_hex(4)}?capacity={capacity}MiB&segment={max(8, capacity // 8)}MiB"
-    )
-    try:
-        with open_pool(url) as pool:
-            yield pool
-    finally:
-        destroy(parse_url(url))
-
-
-@contextlib.contextmanager
-def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()

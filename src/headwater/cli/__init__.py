@@ -86,6 +86,10 @@ def _usage_exit(error: Exception, args: Sequence[str]) -> int | None:
         return None
     if type(error).__name__ != "NoArgsIsHelpError":  # that is the help of a group of commands, in columns
         error.message = _without_key(redact_words(getattr(error, "message", ""), args), args)  # type: ignore[attr-defined]
+    if not is_json():
+        from headwater.cli.log_option import set_up_unparsed
+
+        set_up_unparsed(args)
     if is_json():
         note(one_line(error.format_message()), logging.ERROR)
     else:

@@ -241,6 +241,25 @@ def _print_peers(report: dict[str, Any]) -> None:
         figures = [f"{what}_{name}" for what in ("push_gbps", "bare_gbps", "push_ratio", "push_noise")]
         rates.add_row(name, *(f"{report[figure]:.2f}" for figure in figures))
     console().print(rates)
+    if (reason := report["nixl_reason"]) is not None:
+        console().print(f"NIXL: not measured, {reason}")
+    else:
+        ratio, noise, idle = (report[f"nixl_{name}"] for name in ("ratio", "noise", "idle_cores"))
+        console().print(
+            f"nixl_ratio {ratio:.2f} (noise {noise:.2f}): a push, over a bare NIXL write; idle {idle:.3f} cores"
+        )
+    if (reason := report["push_layerwise_reason"]) is not None:
+        console().print(f"layer by layer: not measured, {reason}")
+        return
+    for figure, noise, meaning in (
+        (
+            "push_layerwise_ratio",
+            "push_layerwise_noise",
+            "last layer computed → in decode's cache, over the same in bulk",
+        ),
+        ("step_cost", "step_noise", "prefill's step with a push, over the step without"),
+    ):
+        console().print(f"{figure} {report[figure]:.2f} (noise {report[noise]:.2f}): {meaning}")
 
 
 def _print_store(report: dict[str, Any]) -> None:

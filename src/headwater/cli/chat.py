@@ -8,12 +8,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headwater.cli.engine_options import engine_options, needs_extra
-from headwater.cli.generate import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, MaxTokens, Seed, System, Temperature, TopK, TopP
+from headwater.cli.generate import (
+    DEFAULT_TEMPERATURE,
+    DEFAULT_TOP_P,
+    MAX_TOKENS_HELP,
+    Seed,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+)
 from headwater.cli.output import one_line, progress
 from headwater.cli.usage import reading_options
 from headwater.engine.config import EngineConfig
@@ -30,7 +39,10 @@ HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it; Ctrl-C stops
 def chat(
     config: EngineConfig,
     system: System = None,
-    max_tokens: MaxTokens = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help=f"{MAX_TOKENS_HELP} Default: until the model ends it or the context is full."),
+    ] = None,
     temperature: Temperature = DEFAULT_TEMPERATURE,
     top_p: TopP = DEFAULT_TOP_P,
     top_k: TopK = SamplingParams.top_k,

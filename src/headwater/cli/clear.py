@@ -36,7 +36,8 @@ def forget(url: str | None, selected: Selection, yes: bool, as_json: bool) -> No
         where = f" in {before.url}" if before.tiers else ""
         print(f"{before.name}: removed {plural(removed, 'chunk')}, {format_size(freed)} freed{where}")
     else:
-        print(f"{before.name}: nothing to remove")
+        matches = "" if selected.is_everything else "; no chunk matches --tenant and --identity"
+        print(f"{before.name}: nothing to remove{matches}")
 
 
 def delete_pool(url: str | None, yes: bool, as_json: bool) -> None:

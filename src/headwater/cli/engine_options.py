@@ -15,9 +15,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from headwater.cli.usage import choice, plain, reading_options
-from headwater.connector.config import LOAD_MODES, ROLES
+from headwater.connector.config import CARRIERS, LOAD_MODES, ROLES
 from headwater.engine.config import DTYPES, LAYOUTS, LOAD_FORMATS, EngineConfig
 from headwater.errors import EngineError
+from headwater.extras import install_hint
 
 DEFAULT_MODEL = "smollm2"
 PANEL = "Engine"
@@ -70,6 +71,10 @@ OPTIONS: dict[str, _Row] = {
         "File with the secret shared by servers that push KV to each other; required between hosts.",
         "FILE",
     ),
+    "peer_tls_cert": _Row(str | None, "Use TLS between peers, with this certificate chain.", "FILE"),
+    "peer_tls_key": _Row(str | None, "Private key, if it is not in the certificate file.", "FILE"),
+    "peer_tls_ca": _Row(str | None, "Use TLS between peers; accept certificates signed by this CA.", "FILE"),
+    "peer_carrier": _choice("How KV travels to peers; nixl only if both ends name it.", *CARRIERS),
 }
 
 
@@ -102,7 +107,7 @@ def needs_extra(extra: str = "serve") -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "headwater":
             raise
-        raise EngineError(f"the package {error.name} is not installed; pip install 'headwater[{extra}]'") from error
+        raise EngineError(f"the package {error.name} is not installed; {install_hint(extra)}") from error
 
 
 def _parameter(name: str, row: _Row) -> inspect.Parameter:

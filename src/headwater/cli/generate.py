@@ -19,9 +19,7 @@ from headwater.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from headwater.serve.local import LocalModel
 
-MaxTokens = Annotated[
-    int | None, typer.Option(help="Maximum number of tokens; without it, until the model ends or the context is full.")
-]
+MAX_TOKENS_HELP = "Maximum number of tokens of the answer."
 Temperature = Annotated[float, typer.Option(help="0 always takes the best token.")]
 TopP = Annotated[float, typer.Option(help="Sample from the best tokens with this total probability.")]
 TopK = Annotated[int, typer.Option(help="Sample from this many best tokens; 0: all.")]
@@ -37,7 +35,7 @@ DEFAULT_TOP_P = 1.0
 def generate(
     config: EngineConfig,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")],
-    max_tokens: MaxTokens = 256,
+    max_tokens: Annotated[int, typer.Option(help=MAX_TOKENS_HELP)] = 256,
     temperature: Temperature = DEFAULT_TEMPERATURE,
     top_p: TopP = DEFAULT_TOP_P,
     top_k: TopK = SamplingParams.top_k,

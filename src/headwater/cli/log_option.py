@@ -3,12 +3,18 @@ errors in other options are written in that format, too."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headwater.cli.usage import choice, plain, reading_options
 from headwater.logs import LOG_FORMAT_VARIABLE, LOG_FORMATS, set_up_logs
+
+SERVING = ("serve", "router", "proxy", "receive", "exporter")
+"""The commands that have the option."""
 
 _PROCESSES = {"serve": "server", "receive": "receiver"}
 """What the process of a command is called in its lines, where that is not the command's name."""
@@ -23,6 +29,14 @@ def _set_up(context: typer.Context, chosen: str) -> str:
         with reading_options():
             set_up_logs(_PROCESSES.get(name, name), plain(chosen), text=_TEXT.get(name))
     return chosen
+
+
+def set_up_unparsed(args: Sequence[str]) -> None:
+    """For a command line that could not be parsed, so that no option took effect: write JSON if it asks for that."""
+    name = next((word for word in args[:2] if word in SERVING), None)
+    asked = re.findall(r"^--log-format[=\n](.*)$", "\n".join(args), re.MULTILINE)
+    if name is not None and (asked[-1] if asked else os.environ.get(LOG_FORMAT_VARIABLE)) == "json":
+        set_up_logs(_PROCESSES.get(name, name), "json")
 
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@ and `demo`, which are imported when a command runs: they bring numpy, and `--hel
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -18,6 +19,13 @@ Tenant = Annotated[str | None, typer.Option(help="Only this tenant: its name, or
 Identity = Annotated[
     str | None, typer.Option(help="Only this model: its label, or the first four or more digits of its weights.")
 ]
+
+
+class Carrier(StrEnum):
+    """What `--carrier` takes."""
+
+    TCP = "tcp"
+    NIXL = "nixl"
 
 
 @pool_app.command()
@@ -139,6 +147,9 @@ def receive(
     tls_ca: Annotated[
         str | None, typer.Option(metavar="FILE", help="Require a client certificate signed by this CA.")
     ] = None,
+    carrier: Annotated[
+        Carrier, typer.Option(help="nixl: let peers that offer it write into the pool; trusted networks only.")
+    ] = Carrier.TCP,
     log_format: LogFormat = "text",
     as_json: Json = False,
 ) -> None:
@@ -148,7 +159,7 @@ def receive(
     """
     from headwater.cli.receive import receive as serve_peers
 
-    serve_peers(url, listen, secret_file, space or [], share, (tls_cert, tls_key, tls_ca), as_json)
+    serve_peers(url, listen, secret_file, space or [], share, (tls_cert, tls_key, tls_ca), as_json, carrier.value)
 
 
 @pool_app.command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import ssl
 import threading
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ from headwater.errors import InvalidArgumentError, StoreError
 from headwater.logs import note
 from headwater.peers.address import parse_address
 from headwater.peers.hello import read_secret
+from headwater.peers.options import server_tls
 from headwater.peers.receiver import Receiver, ReceiverSettings
 from headwater.pool.pool import open_pool
 from headwater.stores.embedded import store_directory
@@ -31,6 +31,7 @@ def receive(
     share: float,
     tls: tuple[str | None, str | None, str | None],
     as_json: bool,
+    carrier: str = "tcp",
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then everything that peers have not finished is aborted."""
     with reading_options():
@@ -42,6 +43,7 @@ def receive(
         scopes=scopes,
         share=share,
         tls=server_tls(*tls),
+        carrier=carrier,
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -88,24 +90,6 @@ def _home(url: str) -> tuple[int, int] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino
-
-
-def server_tls(cert: str | None, key: str | None, ca: str | None) -> ssl.SSLContext | None:
-    """TLS for a listener: with `ca`, callers must show a certificate that it signed."""
-    if cert is None:
-        if key is not None or ca is not None:
-            raise InvalidArgumentError("--tls-key and --tls-ca need --tls-cert")
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    try:
-        context.load_cert_chain(cert, key)
-        if ca is not None:
-            context.load_verify_locations(ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:
-        raise InvalidArgumentError(f"the TLS files cannot be used: {error}") from error
-    return context
 
 
 def _scope(text: str) -> bytes:

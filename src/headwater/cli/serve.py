@@ -109,10 +109,10 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's API.
 
-    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics; / shows the pool at work.
     """
     with needs_extra():
-        from headwater.peers.hello import read_secret
+        from headwater.connector.peering import peer_options
         from headwater.serve.server import Hooks, run_server
 
     with reading_options():
@@ -138,8 +138,12 @@ def serve(
             raise InvalidArgumentError("--peer-listen needs a pool to receive into; leave --no-pool out")
         if pool is not None and no_pool:
             raise InvalidArgumentError("--pool and --no-pool contradict each other; give one of them")
-    if config.peer_secret_file is not None:
-        read_secret(config.peer_secret_file)  # here and now: a rank that cannot would only push nothing
+        if config.peer_tls_key is not None and config.peer_tls_cert is None:
+            raise InvalidArgumentError("--peer-tls-key needs --peer-tls-cert")
+        if peer_listen is not None and config.peer_tls_ca is not None and config.peer_tls_cert is None:
+            raise InvalidArgumentError("--peer-listen with --peer-tls-ca needs --peer-tls-cert")
+    # Here and now: a rank that cannot use them would only push nothing.
+    peer_options(config).check(receives=peer_listen is not None)
     # Only now: it makes the pool if there is none.
     chosen = _choose_pool(pool, no_pool, config)
     server = replace(server, engine=replace(config, pool=chosen.url))
@@ -187,6 +191,7 @@ def _print_ready(ready: Ready, server: ServerConfig, model: str, url: str, pool:
     typer.echo(f"         {one_line(ready.sizing)}")
     typer.echo(f"pool     {one_line(f'none: {ready.pool_declined}' if ready.pool_declined else pool)}")
     typer.echo(f"context  {ready.max_model_len:,} tokens; up to {ready.max_num_seqs} sequences at a time")
+    typer.echo(f"page     {url}/")
     typer.echo(f"ready    {url}/v1  (Ctrl-C stops)\n")
     trusts = f" --cacert {shlex.quote(server.ssl_certfile)}" if server.ssl_certfile is not None else ""
     key = ' -H "Authorization: Bearer $HEADWATER_API_KEY"' if server.api_key is not None else ""

@@ -8,6 +8,7 @@ from headwater.errors import EngineConfigError
 
 ROLES = ("both", "producer", "consumer")
 AUTO = "auto"
+CARRIERS = ("tcp", "nixl")
 LOAD_MODES = (AUTO, "async", "layerwise", "blocking")
 """How a request waits for its load: as suits; outside the batch; layer by layer, in the step that needs it; before that
 step."""
@@ -49,10 +50,19 @@ class ConnectorConfig:
     """What saves get instead, where that is not the same."""
     peer_secret_file: str | None = None
     """What other hosts are shown before KV is pushed to them; None: only receivers of this host are pushed to."""
+    peer_tls_cert: str | None = None
+    """The certificate chain that this server shows to peers, whether it pushes or receives."""
+    peer_tls_key: str | None = None
+    """Its key, if that is in a file of its own."""
+    peer_tls_ca: str | None = None
+    """Who has signed the certificates of peers. Given this or a certificate, connections between peers are TLS."""
+    peer_carrier: str = "tcp"
+    """How KV travels to peers: `tcp`, or `nixl` where both ends name it."""
 
     def __post_init__(self) -> None:
         _one_of("role", self.role, ROLES)
         _one_of("load_mode", self.load_mode, LOAD_MODES)
+        _one_of("peer_carrier", self.peer_carrier, CARRIERS)
         for name in ("min_load_tokens", "group_bytes", "staging_bytes", "save_staging_bytes"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise EngineConfigError(f"{name} is {value}; expected at least 1")

@@ -7,10 +7,10 @@ compares. Nothing here imports `prometheus_client`: an engine without it can sti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from headwater.connector.stats import TRANSFER_BUCKETS_S, Distribution, TransferStats
 from headwater.stores.stats import StoreStats, TierStats
@@ -34,6 +34,8 @@ class Source(Enum):
     """`TierStats`, by each process that has the pool open."""
     ENGINE = "engine"
     """The reference engine's own state: only in `headwater serve`."""
+    PEER = "receiver"
+    """What the receiver of other servers' pushes says, where there is one."""
     SERVER = "server"
     """Requests as clients see them: only in `headwater serve`."""
 
@@ -187,7 +189,22 @@ POOL_METRICS: tuple[Metric, ...] = (
 )
 """In the order in which they are shown."""
 
-BY_NAME = {metric.name: metric for metric in POOL_METRICS}
+
+def _peer(name: str, kind: Kind, field: str, text: str) -> Metric:
+    return Metric(f"headwater_peer_{name}", kind, text, Source.PEER, field)
+
+
+PEER_METRICS: tuple[Metric, ...] = (
+    _peer("connections", "gauge", "connections", "Connections from other servers to the receiver."),
+    _peer("pending_bytes", "gauge", "pending_bytes", "Space that other servers have reserved and not yet written."),
+    _peer("share_bytes", "gauge", "share_bytes", "Limit on the space reserved by other servers together."),
+    _peer("received_bytes_total", "counter", "bytes", "Bytes of KV received from other servers."),
+    _peer("received_chunks_total", "counter", "chunks_stored", "Chunks that other servers have completed in the pool."),
+    _peer("restarts_total", "counter", "restarts", "Times the receiver died and was restarted."),
+)
+"""Figures of the receiver; but for the last one, counters begin anew when it is restarted."""
+
+BY_NAME = {metric.name: metric for metric in (*POOL_METRICS, *PEER_METRICS)}
 _NUMBERS = {
     source: [(m.name, m.field) for m in POOL_METRICS if m.source is source and m.kind != "histogram"]
     for source in Source
@@ -221,6 +238,12 @@ def host_values(store: StoreStats) -> Values:
     """Of a pool's figures: those that all processes of the host share, so that only one of them should report them."""
     own = {name: {"": float(getattr(store, field))} for name, field in _NUMBERS[Source.STORE]}
     return own | _tier_values(store.tiers, is_host_wide=True)
+
+
+def peer_values(stats: Mapping[str, Any], num_restarts: int) -> Values:
+    """What a receiver has said last, and how often it was started again."""
+    said = {**stats, "restarts": num_restarts}
+    return {metric.name: {"": float(said.get(metric.field, 0))} for metric in PEER_METRICS}
 
 
 def merge(*parts: Values) -> Values:

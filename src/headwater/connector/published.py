@@ -274,6 +274,8 @@ def _values(said: Any) -> Values:
         metric = BY_NAME.get(name)
         if metric is None or metric.kind == "histogram" or not isinstance(series, dict):
             continue
+        if metric.source is Source.PEER:  # no process publishes these
+            continue
         given = [(_text(tier), _number(value)) for tier, value in list(series.items())[:MAX_TIERS]]
         numbers = {tier: number for tier, number in given if number is not None and bool(tier) == bool(metric.labels)}
         if numbers:

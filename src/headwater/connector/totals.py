@@ -1,6 +1,7 @@
 """Adding up what several processes count, some of which begin anew and some of which end.
 
-Counters and histograms never go down, whoever ends. Gauges are those of the processes that are there now.
+Counters and histograms never go down, whoever ends. Gauges are those of the processes that are there now. A process
+that was out of sight and comes back is counted once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from headwater.connector.stats import Distribution
 
 Spread = dict[str, Distribution]
 """Histograms by the metric's name."""
+MAX_UNSEEN = 4096
+"""Of so many processes that are out of sight it is kept what they had counted: more than a directory shows."""
 
 
 class Totals:
@@ -22,10 +25,12 @@ class Totals:
         self._spread: Spread = {}
         self._last: dict[str, tuple[Values, Spread]] = {}
         """By process: what it said last."""
+        self._unseen: dict[str, tuple[Values, Spread]] = {}
+        """The same of those that are out of sight, the longest first."""
 
     def add(self, process: str, values: Values, times: Mapping[str, Distribution]) -> None:
         """Take what one process has counted since its start. A count that is lower than before has begun anew."""
-        old_values, old_times = self._last.get(process, ({}, {}))
+        old_values, old_times = self._last.get(process) or self._unseen.pop(process, ({}, {}))
         for name, series in values.items():
             if BY_NAME[name].kind == "counter":
                 mine, old = self._counted.setdefault(name, {}), old_values.get(name, {})
@@ -38,13 +43,17 @@ class Totals:
         self._last[process] = {name: dict(series) for name, series in values.items()}, dict(times)
 
     def end(self, process: str) -> None:
-        """A process has ended: what it counted stays, its gauges go."""
+        """A process has ended: what it counted stays, its gauges go. The next one of that name begins anew."""
         self._last.pop(process, None)
 
     def keep_only(self, processes: Iterable[str]) -> None:
-        """All others have ended."""
-        for gone in self._last.keys() - set(processes):
-            self.end(gone)
+        """All others are out of sight: what they counted stays, their gauges go. They may have ended; one that comes
+        back (a disk did not answer for a moment) goes on where it was. For names that are never used again."""
+        seen = set(processes)
+        for name in [name for name in self._last if name not in seen]:
+            self._unseen[name] = self._last.pop(name)
+        for name in list(self._unseen)[: max(len(self._unseen) - MAX_UNSEEN, 0)]:
+            del self._unseen[name]
 
     @property
     def values(self) -> Values:

@@ -29,12 +29,11 @@ from headwater.connector.orders import (
     StepReport,
     TransferJob,
 )
+from headwater.connector.peering import peer_options
 from headwater.connector.push_desk import OnPushed, PushDesk
 from headwater.connector.staging import ring_bytes
 from headwater.connector.stats import TRANSFER_BUCKETS_S, Durations, Times, TransferStats
 from headwater.kv.topology import Shard
-from headwater.peers.caller import LinkSettings
-from headwater.peers.hello import read_secret
 from headwater.peers.sender import PeerSender
 from headwater.pool.space import Space
 from headwater.stores.base import Status
@@ -326,8 +325,7 @@ class WorkerSide:
         self._pushed.put((request_id, num_tokens))
 
     def _make_sender(self) -> PeerSender:
-        file = self._config.peer_secret_file
-        settings = LinkSettings(secret=None if file is None else read_secret(file))
+        settings = peer_options(self._config).link_settings()
         return PeerSender(self._space, self._shard, server=self._server, rank=self._rank, settings=settings)
 
     def _name_root(self, order: SaveOrder | LoadOrder | PushOrder) -> None:

@@ -54,6 +54,14 @@ class EngineConfig:
     """Layers that move while others are computed go together until they have so many bytes; None: as suits."""
     peer_secret_file: str | None = None
     """What other hosts are shown before KV is pushed to them; None: only receivers of this host are pushed to."""
+    peer_tls_cert: str | None = None
+    """The certificate chain that this server shows to peers, whether it pushes or receives."""
+    peer_tls_key: str | None = None
+    """Its key, if that is in a file of its own."""
+    peer_tls_ca: str | None = None
+    """Who has signed the certificates of peers. Given this or a certificate, connections between peers are TLS."""
+    peer_carrier: str = "tcp"
+    """How KV travels to peers: `tcp`, or `nixl` where both ends name it."""
 
     @property
     def connector(self) -> ConnectorConfig | None:
@@ -67,6 +75,10 @@ class EngineConfig:
             save_decoded=self.pool_saves_decoded,
             group_bytes=self.pool_group_bytes,
             peer_secret_file=self.peer_secret_file,
+            peer_tls_cert=self.peer_tls_cert,
+            peer_tls_key=self.peer_tls_key,
+            peer_tls_ca=self.peer_tls_ca,
+            peer_carrier=self.peer_carrier,
         )
 
     def __post_init__(self) -> None:

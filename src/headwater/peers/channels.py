@@ -17,12 +17,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from headwater.errors import ConfigError, DeadlineError, PeerGoneError, PeerTimeoutError, WireError
+from headwater.errors import (
+    ConfigError,
+    DeadlineError,
+    InvalidArgumentError,
+    PeerGoneError,
+    PeerTimeoutError,
+    WireError,
+)
 from headwater.locks import ForkSafeLock
 from headwater.peers.address import PeerAddress, is_loopback
 from headwater.peers.caller import LinkSettings, PeerCaller
 from headwater.peers.carriers.tcp import Connection
 from headwater.peers.hello import PeerRole, read_secret
+from headwater.peers.options import client_tls as caller_tls
 from headwater.peers.wire import Header, Type, encode_frame
 from headwater.stores.base import SpaceRef
 from headwater.stores.url import StoreUrl
@@ -63,13 +71,9 @@ def client_tls(url: StoreUrl) -> ssl.SSLContext | None:
     if url.options.get("tls", "on" if ca or cert else "off") == "off":
         return None
     try:
-        context = ssl.create_default_context(cafile=ca)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        if cert is not None:
-            context.load_cert_chain(cert, key)
-    except OSError as error:
-        raise ConfigError(f"{url}: its TLS files cannot be used: {error}") from error
-    return context
+        return caller_tls(cert, key, ca)
+    except InvalidArgumentError as error:
+        raise ConfigError(f"{url}: {error}") from error
 
 
 class PeerChannel:

@@ -33,9 +33,16 @@ MAX_LINK_CONNECTIONS = 4
 
 _GREETING = struct.Struct("<HBx32s")
 _HELLO = struct.Struct("<HBBBxxx16sQQ32s32sI")
-_WELCOME = struct.Struct("<H2xIQ")
+_WELCOME = struct.Struct("<HBxIQ")
 _CLIENT, _SERVER = b"headwater peer caller v1\0", b"headwater peer listener v1\0"
 _NO_PROOF = bytes(PROOF_BYTES)
+
+
+class CarrierBit(IntEnum):
+    """How tiles travel, beside the connection itself: offered in a HELLO, chosen in the WELCOME. 0: in DATA frames.
+    Who does not know a carrier neither offers nor chooses it."""
+
+    NIXL = 1
 
 
 class PeerRole(IntEnum):
@@ -102,6 +109,8 @@ class Hello:
     space: bytes = b""
     """Identity, spec and chunk size as JSON; empty where the role needs no space."""
     version: int = VERSION
+    carriers: int = 0
+    """Bits of `CarrierBit`."""
 
     @property
     def caller(self) -> tuple[PeerRole, int, int]:
@@ -114,7 +123,17 @@ class Hello:
         return prove(secret, _CLIENT, greeting, body) + body
 
     def _body(self) -> bytes:
-        fixed = (self.version, self.role, self.number, 0, self.session, self.server, self.rank, self.nonce, self.scope)
+        fixed = (
+            self.version,
+            self.role,
+            self.number,
+            self.carriers,
+            self.session,
+            self.server,
+            self.rank,
+            self.nonce,
+            self.scope,
+        )
         return _HELLO.pack(*fixed, len(self.space)) + self.space
 
     @classmethod
@@ -134,13 +153,15 @@ class Hello:
                 reason = "the caller's secret is not this peer's"
             raise PeerRefusedError(reason, Refusal.SECRET)
         cursor = Cursor(body)
-        version, role, number, _, session, server, rank, nonce, scope, size = _HELLO.unpack(cursor.take(_HELLO.size))
+        version, role, number, carriers, session, server, rank, nonce, scope, size = _HELLO.unpack(
+            cursor.take(_HELLO.size)
+        )
         space = cursor.take(size)
         cursor.end()
         if number >= MAX_LINK_CONNECTIONS:
             raise WireError(f"connection number {number}: a caller has at most {MAX_LINK_CONNECTIONS}")
         try:
-            return cls(PeerRole(role), session, server, rank, number, nonce, scope, space, version)
+            return cls(PeerRole(role), session, server, rank, number, nonce, scope, space, version, carriers)
         except ValueError as error:
             raise PeerRefusedError(f"unknown role {role}", Refusal.ROLE) from error
 
@@ -153,10 +174,12 @@ class Welcome:
     """A session that has begun chunks and is not heard for so long has failed."""
     share_bytes: int
     """What all peers together may have pending here."""
+    carrier: int = 0
+    """One of `CarrierBit`, or 0."""
 
     def encode(self, greeting: bytes, hello: bytes, secret: bytes | None) -> bytes:
         """The meta part of a WELCOME frame."""
-        body = _WELCOME.pack(VERSION, self.silence_ms, self.share_bytes)
+        body = _WELCOME.pack(VERSION, self.carrier, self.silence_ms, self.share_bytes)
         return prove(secret, _SERVER, greeting + hello, body) + body
 
     @classmethod
@@ -170,8 +193,8 @@ class Welcome:
             )
         if len(body) != _WELCOME.size:
             raise WireError("a welcome has the wrong size")
-        _, silence_ms, share_bytes = _WELCOME.unpack(body)
-        return cls(silence_ms, share_bytes)
+        _, carrier, silence_ms, share_bytes = _WELCOME.unpack(body)
+        return cls(silence_ms, share_bytes, carrier)
 
 
 def prove(secret: bytes | None, end: bytes, received: bytes, sent: bytes) -> bytes:

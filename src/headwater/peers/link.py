@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import select
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,8 @@ from headwater.errors import HeadwaterError, PeerError, PeerGoneError, PeerRefus
 from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress
 from headwater.peers.caller import LinkSettings, PeerCaller
-from headwater.peers.carriers import tcp
-from headwater.peers.extra_connections import ExtraConnections
-from headwater.peers.hello import MAX_LINK_CONNECTIONS
+from headwater.peers.conversation import Conversation
+from headwater.peers.exposing import Targets, encode_written
 from headwater.peers.outgoing import PushBatch, PushTransfer, Sent, consecutive, settle_put
 from headwater.peers.tiles import Held, Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Put, Refusal, Stop, Type, encode_frame
@@ -66,19 +65,10 @@ class PeerLink:
         self._settings = settings
         self._counts = counts
         self.dead_until = 0.0
-        self._num_failures = 0
         self._inbox: deque[Task] = deque()
-        self._connection: tcp.Connection | None = None
-        self._extra = ExtraConnections()
-        self._silence_s = 5.0
-        self._last_sent_s = 0.0
-        self._number = 0
-        self._unanswered: dict[int, tuple[Callable[[bytes], None], int]] = {}
-        """Requests without an answer, by number, each with the bytes of its data."""
-        self._waiting_since_s = 0.0
-        """Since when the peer owes an answer: its last one, or the first request after that."""
-        self._answers: deque[tuple[Callable[[bytes], None], bytes]] = deque()
-        """Answers that have come, in their order."""
+        self._talk = Conversation(address, caller, settings)
+        self._written: tuple[int, Callable[[bytes], None]] | None = None
+        """A write that is over, of which the peer has not been told."""
         self._batches: list[PushBatch] = []
         self._by_key: dict[bytes, list[tuple[PushBatch, int]]] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -108,9 +98,10 @@ class PeerLink:
             if not self._is_closing:
                 self._is_closing = True
                 os.eventfd_write(self._wakeup, 1)
-        connection = self._connection
+        connection, writer = self._talk.connection, self._talk.writer
         self._thread.join(timeout_s)
-        if self._thread.is_alive() and connection is not None:
+        # Not under a write: to the peer, the end of the connection means that none is on its way.
+        if self._thread.is_alive() and connection is not None and writer is None:
             connection.shut()
             self._thread.join(timeout_s)
 
@@ -130,7 +121,7 @@ class PeerLink:
                     self._fail(PeerError(str(error)))
         finally:
             self._drop_all()
-            self._disconnect()
+            self._talk.disconnect()
             with self._lock:
                 self._is_closing = True
                 os.close(self._wakeup)
@@ -138,11 +129,11 @@ class PeerLink:
     def _wait(self) -> None:
         poller = select.poll()
         poller.register(self._wakeup, select.POLLIN)
-        if self._connection is not None:
-            if self._connection.has_buffered:
+        if self._talk.connection is not None:
+            if self._talk.connection.has_buffered:
                 return
-            poller.register(self._connection.fileno(), select.POLLIN)
-        wait_s = min(self._silence_s / 4, 1.0) if self._batches or self._unanswered else 10.0
+            poller.register(self._talk.connection.fileno(), select.POLLIN)
+        wait_s = min(self._talk.silence_s / 4, 1.0) if self._batches or self._talk.awaits else 10.0
         if not self._inbox:
             poller.poll(wait_s * 1000)
         try:
@@ -153,22 +144,17 @@ class PeerLink:
     def _step(self) -> None:
         while self._inbox and not self._is_closing:
             self._inbox.popleft()()
-            self._read_answers()
-        self._read_answers()
+            self._talk.hear()
+        self._talk.hear()
         if self._is_closing:
             return
         now = time.monotonic()
         for batch in [b for b in self._batches if now - b.transfer.used_s > _PATIENCE_S]:
             self._counts["chunks_stale"] += batch.drop_from(0)
             self._finish(batch)
-        if (
-            self._unanswered
-            and now - self._waiting_since_s
-            > self._settings.io_s + sum([s for _, s in self._unanswered.values()]) / 10e6
-        ):
-            raise PeerTimeoutError("the peer did not answer in time")
-        if self._batches and self._connection is not None and now - self._last_sent_s > self._silence_s / 4:
-            self._request(Type.PING, b"", lambda body: None)
+        self._talk.check_answers()
+        if self._batches:
+            self._talk.stay_heard()
 
     # ---- what is told -------------------------------------------------------------------------------------------
     def begin(self, batch: PushBatch) -> None:
@@ -181,10 +167,9 @@ class PeerLink:
         for i, chunk in enumerate(batch.chunks):
             self._by_key.setdefault(chunk.key, []).append((batch, i))
         self._ask(batch)
-        if (
-            self._space.spec.extent_bytes(sum([chunk.num_tokens for chunk in batch.chunks]))
-            <= self._settings.eager_bytes
-        ):
+        # Before the peer has answered, where little is wasted should it have them: a write asks first, in any case.
+        size = self._space.spec.extent_bytes(sum([chunk.num_tokens for chunk in batch.chunks]))
+        if self._talk.writer is not None or size <= self._settings.eager_bytes:
             self._send_present(batch)
 
     def note(self, keys: Sequence[bytes], layers: range) -> None:
@@ -204,7 +189,7 @@ class PeerLink:
         for key in keys:
             for batch, i in list(self._by_key.get(key, ())):
                 if not batch.states[i].is_final:
-                    self._drop(batch, i, "chunks_unsaved")
+                    self._give_up(batch, i, "chunks_unsaved")
 
     def finish(self, transfer: PushTransfer) -> None:
         """Send whatever the own pool has of a transfer, noted here or not."""
@@ -222,8 +207,7 @@ class PeerLink:
     # ---- sending ------------------------------------------------------------------------------------------------
     def _ask(self, batch: PushBatch) -> None:
         self._connect()
-        self._number += 1
-        batch.number = self._number
+        batch.number = self._talk.next_number()
         batch.num_tries += 1
         put = Put(batch.number, batch.transfer.name, batch.chunks, self._shard, batch.root_payload)
 
@@ -235,7 +219,7 @@ class PeerLink:
             batch.is_announced = True
             self._send_present(batch)
 
-        self._request(Type.PUT, put.encode(), answered)
+        self._talk.request(Type.PUT, put.encode(), answered)
 
     def _send_present(self, batch: PushBatch) -> None:
         """Send what is in the own pool already, whether it was noted here or not."""
@@ -268,6 +252,7 @@ class PeerLink:
             step = max(1, _FRAME_BYTES // layer_bytes)
             for first in range(run.start, run.stop, step):
                 self._send_layers(batch, some, range(first, min(first + step, run.stop)), held)
+        self._say_written()
 
     def _send_layers(self, batch: PushBatch, wanted: Sequence[int], layers: range, held: Held | None) -> None:
         """Send a group of layers of some chunks. A chunk that is not in the own pool any more is given up."""
@@ -298,21 +283,24 @@ class PeerLink:
         """Send lent tiles in frames, over all connections; what could not be lent is given up."""
         found = [(row, place) for row, place in enumerate(places) if place is not None]
         most = max(1, _FRAME_BYTES // layout.num_bytes)
-        if self._extra.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
-            most = min(most, -(-len(found) // (self._extra.count + 1)))
+        if self._talk.extra.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
+            most = min(most, -(-len(found) // (self._talk.extra.count + 1)))
         try:
             for at in range(0, len(found), most):
                 some = found[at : at + most]
                 rows = [row for row, _ in some]
-                pieces = [piece for _, place in some for piece in pieces_of(place, layout)]
                 sent = [numbers[row] for row in rows]
+                if self._talk.writer is not None:
+                    self._write(batch, sent, layers, layout, [place for _, place in some], sums[rows])
+                    continue
+                pieces = [piece for _, place in some for piece in pieces_of(place, layout)]
                 self._send_data(batch, sent, layers, pieces, sums[rows], layout.num_bytes, at // most)
         finally:
-            answers = self._extra.finish()  # the loan ends after this
-        self._answers.extend(answers)
+            answers = self._talk.extra.finish()  # the loan ends after this
+        self._talk.add_answers(answers)
         if len(found) < len(numbers):
             lost = next(number for number, place in zip(numbers, places, strict=True) if place is None)
-            self._drop(batch, lost, "chunks_evicted")
+            self._give_up(batch, lost, "chunks_evicted")
 
     def _send_data(
         self,
@@ -325,28 +313,64 @@ class PeerLink:
         turn: int,
     ) -> None:
         meta, size = Data(batch.number, layers, numbers, sums).encode(), chunk_bytes * len(numbers)
-
-        def answered(body: bytes) -> None:
-            if len(body) != len(numbers):
-                raise WireError("an answer that does not fit its data")
-            lost = [i for i, code in zip(numbers, body, strict=True) if code and batch.states[i] == Sent.WANTED]
-            for i in numbers:
-                batch.acked[i].update(layers)
-            if lost:
-                self._counts["chunks_lost"] += batch.drop_from(min(lost))
-            self._settle(batch, numbers)
-
+        answered = partial(self._acknowledge, batch, numbers, layers)
         # Not before the peer has answered the put: connections overtake each other.
-        if batch.is_announced and self._extra.takes(turn):
+        if batch.is_announced and self._talk.extra.takes(turn):
             frame = encode_frame(Type.DATA, meta, data_bytes=size)
-            self._extra.send(turn, frame, pieces, self._deadline(size), answered)
+            self._talk.extra.send(turn, frame, pieces, self._talk.deadline(size), answered)
             self._counts["extra_connection_bytes"] += size
         else:
-            self._request(Type.DATA, meta, answered, pieces, size)
+            self._talk.request(Type.DATA, meta, answered, pieces, size)
+        self._note_sent(batch, numbers, layers, size)
+
+    def _write(
+        self,
+        batch: PushBatch,
+        numbers: Sequence[int],
+        layers: range,
+        layout: Layout,
+        places: Sequence[Place],
+        sums: npt.NDArray[np.uint64],
+    ) -> None:
+        """Ask where a group of layers goes, write it there, and say that it is written."""
+        assert self._talk.writer is not None
+        size = layout.num_bytes * len(numbers)
+        number, body = self._talk.exchange(Type.WRITE, Data(batch.number, layers, numbers, sums).encode())
+        targets = Targets.decode(body, len(numbers))
+        self._say_written()
+        count = self._talk.writer.write(places, layout, targets, self._talk.deadline(size), self._while_writing)
+        self._written = number, partial(self._acknowledge, batch, numbers, layers)
+        self._counts["written_bytes"] += layout.num_bytes * count
+        self._note_sent(batch, numbers, layers, layout.num_bytes * count)
+
+    def _say_written(self) -> None:
+        """The last write is over. Said while the next one is under way: the peer notes checksums meanwhile."""
+        written, self._written = self._written, None
+        if written is not None:
+            number, answered = written
+            self._talk.request(Type.WRITTEN, encode_written(number), answered)
+
+    def _while_writing(self) -> None:
+        if self._is_closing:
+            raise PeerError("this link is being closed")
+        self._talk.stay_heard()
+
+    def _note_sent(self, batch: PushBatch, numbers: Sequence[int], layers: range, size: int) -> None:
         for i in numbers:
             batch.sent[i].update(layers)
         self._counts["bytes"] += size
-        self._collect()  # answers must not pile up in the kernel
+        self._talk.collect()  # answers must not pile up in the kernel
+
+    def _acknowledge(self, batch: PushBatch, numbers: Sequence[int], layers: range, body: bytes) -> None:
+        """The peer's answer to a group of layers: one status a chunk."""
+        if len(body) != len(numbers):
+            raise WireError("an answer that does not fit its data")
+        lost = [i for i, code in zip(numbers, body, strict=True) if code and batch.states[i] == Sent.WANTED]
+        for i in numbers:
+            batch.acked[i].update(layers)
+        if lost:
+            self._counts["chunks_lost"] += batch.drop_from(min(lost))
+        self._settle(batch, numbers)
 
     def _settle(self, batch: PushBatch, numbers: Sequence[int]) -> None:
         """Chunks whose layers were all acknowledged are done; a batch whose chunks all are is over."""
@@ -360,19 +384,23 @@ class PeerLink:
         if not batch.is_open:
             self._finish(batch)
 
-    def _drop(self, batch: PushBatch, first: int, why: str) -> None:
+    def _give_up(self, batch: PushBatch, first: int, why: str) -> None:
         self._counts[why] += batch.drop_from(first)
-        if batch.is_announced and batch.is_open and self._connection is not None:
-            self._request(Type.ABORT, Stop(batch.number, range(first, len(batch.chunks))).encode(), lambda body: None)
+        if batch.is_announced and batch.is_open and self._talk.connection is not None:
+            self._talk.request(
+                Type.ABORT, Stop(batch.number, range(first, len(batch.chunks))).encode(), lambda body: None
+            )
         if not batch.is_open:
             self._finish(batch)
 
     def _finish(self, batch: PushBatch) -> None:
         if batch not in self._batches:
             return
-        self._forget(batch)
-        if self._connection is not None and batch.number:
-            self._request(Type.END, Stop(batch.number).encode(), lambda body: None)
+        try:
+            if self._talk.connection is not None and batch.number:
+                self._talk.request(Type.END, Stop(batch.number).encode(), lambda body: None)
+        finally:
+            self._forget(batch)  # wakes whoever waits, who wants the interpreter from then on
 
     def _forget(self, batch: PushBatch) -> None:
         self._batches.remove(batch)
@@ -386,70 +414,17 @@ class PeerLink:
 
     # ---- the connection -----------------------------------------------------------------------------------------
     def _connect(self) -> None:
-        if self._connection is not None:
-            return
-        if self.is_dead:
+        if self._talk.connection is None and self.is_dead:
             raise PeerError(f"{self.address} failed a moment ago")
-        session = secrets.token_bytes(16)
-        self._connection, welcome = self._caller.call(self.address, session, self._settings)
-        for number in range(1, min(self._settings.connections, MAX_LINK_CONNECTIONS)):
-            self._extra.add(self._caller.call(self.address, session, self._settings, number)[0])
-        self._silence_s = max(0.2, welcome.silence_ms / 1000)
-        self._last_sent_s = time.monotonic()
-        self._counts["connected"] += 1
-
-    def _request(
-        self,
-        kind: Type,
-        meta: bytes,
-        answered: Callable[[bytes], None],
-        pieces: Sequence[memoryview] = (),
-        data_bytes: int = 0,
-    ) -> None:
-        assert self._connection is not None
-        self._number += 1
-        number = self._number & 0xFFFFFFFF
-        if not self._unanswered:
-            self._waiting_since_s = time.monotonic()
-        self._unanswered[number] = answered, data_bytes
-        frame = encode_frame(kind, meta, data_bytes=data_bytes, number=number)
-        self._connection.send(frame, self._deadline(data_bytes), pieces)
-        self._last_sent_s = time.monotonic()
-
-    def _deadline(self, data_bytes: int) -> float:
-        return time.monotonic() + self._settings.io_s + data_bytes / 10e6
-
-    def _read_answers(self) -> None:
-        """Take the answers that have come, and do what follows from them."""
-        self._collect()
-        while self._answers:
-            answered, body = self._answers.popleft()
-            answered(body)
-            self._collect()
-
-    def _collect(self) -> None:
-        while self._connection is not None and (self._connection.has_buffered or _readable(self._connection)):
-            header, body = self._connection.receive(time.monotonic() + self._settings.io_s)
-            asked = self._unanswered.pop(header.number, None)
-            if header.type != Type.ANSWER or header.data_bytes or asked is None:
-                raise WireError(f"unexpected {header.type.name} frame")
-            self._num_failures, self._waiting_since_s = 0, time.monotonic()
-            self._answers.append((asked[0], body))
-
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        self._extra.close()
-        self._unanswered.clear()
-        self._answers.clear()
-        if connection is not None:
-            connection.close()
+        self._counts["connected"] += self._talk.connect()
 
     def _fail(self, error: PeerError) -> None:
         """The connection is of no use any more. Where it merely ended (the peer was restarted, most likely), everything
         is put once more over a new one; otherwise it is dropped, and the peer left alone for a while."""
         was_silent = isinstance(error, PeerRefusedError) and error.code == Refusal.SILENCE  # this process was stopped
-        has_ended = self._connection is not None and (was_silent or isinstance(error, PeerGoneError))
-        self._disconnect()
+        self._written = None
+        has_ended = self._talk.connection is not None and (was_silent or isinstance(error, PeerGoneError))
+        self._talk.disconnect()
         if has_ended and not self._batches:
             return
         if has_ended:
@@ -464,11 +439,13 @@ class PeerLink:
                 return
             except PeerError as other:
                 error = other
-                self._disconnect()
+                self._talk.disconnect()
         is_late = isinstance(error, PeerTimeoutError)
-        self._num_failures += 1
+        self._talk.num_failures += 1
         self._counts["timeouts" if is_late else "failures"] += 1
-        self.dead_until = time.monotonic() + self._settings.dead_s * (1 << min(3, self._num_failures) if is_late else 1)
+        self.dead_until = time.monotonic() + self._settings.dead_s * (
+            1 << min(3, self._talk.num_failures) if is_late else 1
+        )
         log.warning("pushes to %s are dropped until it answers again: %s", self.address, error)
         self._drop_all()
 
@@ -476,9 +453,3 @@ class PeerLink:
         for batch in list(self._batches):
             self._counts["chunks_dropped"] += batch.drop_from(0)
             self._forget(batch)
-
-
-def _readable(connection: tcp.Connection) -> bool:
-    poller = select.poll()
-    poller.register(connection.fileno(), select.POLLIN)
-    return bool(poller.poll(0))

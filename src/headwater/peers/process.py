@@ -12,14 +12,14 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headwater.errors import HeadwaterError, PeerError
 from headwater.logs import set_up_logs
 from headwater.peers.address import parse_address
-from headwater.peers.hello import read_secret
-from headwater.peers.receiver import Receiver, ReceiverSettings
+from headwater.peers.options import PeerOptions
+from headwater.peers.receiver import Receiver
 from headwater.pool.pool import open_pool
 
 TELL_S = 0.5
@@ -33,11 +33,17 @@ class ReceiverSpec:
 
     pool: str
     listen: str
-    secret_file: str | None = None
+    options: PeerOptions = PeerOptions()  # noqa: RUF009 (frozen)
 
     def line(self) -> bytes:
         """For the child's stdin."""
-        return json.dumps([self.pool, self.listen, self.secret_file]).encode() + b"\n"
+        return json.dumps([self.pool, self.listen, asdict(self.options)]).encode() + b"\n"
+
+    @classmethod
+    def of(cls, line: str) -> ReceiverSpec:
+        """Read what `line` wrote."""
+        pool, listen, options = json.loads(line)
+        return cls(pool, listen, PeerOptions(**options))
 
 
 def main() -> int:
@@ -46,10 +52,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the server, which then tells us
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    spec = ReceiverSpec(*json.loads(sys.stdin.readline()))
+    spec = ReceiverSpec.of(sys.stdin.readline())
     threading.Thread(target=_wait_for_end, args=(stop,), name="headwater-parent", daemon=True).start()
     try:
-        settings = ReceiverSettings(secret=None if spec.secret_file is None else read_secret(spec.secret_file))
+        settings = spec.options.receiver_settings()
         with open_pool(spec.pool) as pool:
             receiver = Receiver(pool, parse_address(spec.listen), settings)
             receiver.start()
@@ -127,7 +133,7 @@ class ReceiverChild:
     def _keep(self) -> None:
         listen = self._spec.listen
         while not self._stop.is_set():
-            code = self._run(ReceiverSpec(self._spec.pool, listen, self._spec.secret_file))
+            code = self._run(replace(self._spec, listen=listen))
             self._first.set()
             if not self.address and not self.num_restarts:
                 return  # it could not begin at all

@@ -6,26 +6,30 @@ did not finish is aborted when the first of them ends.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from headwater.errors import PeerRefusedError, WireError
+from headwater.errors import PeerError, PeerRefusedError, WireError
 from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.peers.carriers.tcp import Connection
-from headwater.peers.hello import Hello
+from headwater.peers.exposing import Exposure, decode_written
+from headwater.peers.hello import CarrierBit, Hello
 from headwater.peers.landing import Landing, PushedPart
 from headwater.peers.tiles import Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Header, Put, Refusal, Stop, Type, encode_frame
 from headwater.pool.match import Match
 from headwater.pool.space import Space
 from headwater.stores.base import Status
+
+log = logging.getLogger("headwater")
 
 MAX_PUTS = 1024
 MAX_OPEN_CHUNKS = 1 << 16
@@ -53,6 +57,21 @@ class _Piece(NamedTuple):
     """None: its bytes are for nobody."""
 
 
+class _Incoming(NamedTuple):
+    """A group of layers on its way into extents, one way or another."""
+
+    put: OpenPut
+    data: Data
+    pieces: list[_Piece]
+    entered: list[_Piece]
+    num_bytes: int
+
+    @property
+    def parts(self) -> list[PushedPart]:
+        """Those that are fenced meanwhile."""
+        return [piece.part for piece in self.entered if piece.part is not None]
+
+
 class PushSession:
     """See the module. Each connection has a thread of its own, which calls `handle`."""
 
@@ -68,6 +87,36 @@ class PushSession:
         self._is_over = False
         self.last_frame_s = time.monotonic()
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._exposure: Exposure | None = None
+        self._writes: dict[int, _Incoming] = {}
+        """Of the exposure: what is being written, by number of its WRITE."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `end` was called."""
+        return self._is_over
+
+    def choose_carrier(self, accepted: int) -> int:
+        """Which of the carriers that the caller offers, and this receiver accepts, is used; 0 for the connection. Half
+        a second where there is one."""
+        if not self.hello.carriers & accepted & CarrierBit.NIXL or self._exposure is not None:
+            return 0
+        try:
+            self._exposure = Exposure(self._landing)
+        except PeerError as error:
+            log.warning("NIXL is not used, a peer that offers it is answered with TCP: %s", error)
+            return 0
+        return int(CarrierBit.NIXL)
+
+    def help_on(self, connection: Connection, is_over: Callable[[], bool]) -> None:
+        """Before waiting for a frame: see `Exposure.help_on`."""
+        if self._exposure is not None and self._exposure.is_open:
+            self._exposure.help_on(connection, is_over)
+
+    def settle(self, connection: Connection, is_over: Callable[[], bool]) -> None:
+        """After `end`, by the thread of the connection: see `Exposure.settle`."""
+        if self._exposure is not None:
+            self._exposure.settle(connection, is_over)
 
     @property
     def has_begun(self) -> bool:
@@ -91,7 +140,10 @@ class PushSession:
             puts, self._puts = list(self._puts.values()), {}
             self._is_over = True
         for connection in connections:
-            connection.shut()
+            if self._exposure is None:
+                connection.shut()
+            else:  # the other side's end is still to be heard
+                connection.shut_out()
         self._landing.abort_parts([part for put in puts for part in put.parts if isinstance(part, PushedPart)])
 
     # ---- frames -------------------------------------------------------------------------------------------------
@@ -102,6 +154,10 @@ class PushSession:
             body = self._put(Put.decode(meta, self._space.chunk_tokens))
         elif header.type == Type.DATA:
             body = self._data(connection, Data.decode(meta), header.data_bytes, deadline)
+        elif header.type == Type.WRITE:
+            body = self._write(header.number, Data.decode(meta))
+        elif header.type == Type.WRITTEN:
+            body = self._written(decode_written(meta))
         elif header.type in (Type.END, Type.ABORT):
             self._stop(Stop.decode(meta), is_end=header.type == Type.END)
         elif header.type != Type.PING:
@@ -140,6 +196,44 @@ class PushSession:
 
     def _data(self, connection: Connection, data: Data, num_bytes: int, deadline: float) -> bytes:
         """Receive straight into extents. Nothing is received before every length has been checked."""
+        incoming = self._enter(data, num_bytes)
+        inside = {piece.number for piece in incoming.entered}
+        targets: list[memoryview] = []
+        for piece in incoming.pieces:
+            if piece.part is not None and piece.number in inside:
+                targets += pieces_of(piece.part.place, piece.layout)
+            else:
+                targets += self._waste(piece.layout.num_bytes)
+        try:
+            connection.receive_into(targets, deadline)
+            statuses = self._commit(incoming)
+        finally:
+            self._landing.leave(incoming.parts)
+        return self._taken(incoming, statuses)
+
+    def _write(self, number: int, data: Data) -> bytes:
+        """Say where some layers go, and fence that until `_written`."""
+        if self._exposure is None:
+            raise WireError("a one-sided write came without a carrier for it")
+        incoming = self._enter(data, None)
+        inside = {piece.number: piece.part.place for piece in incoming.entered if piece.part is not None}
+        targets = self._exposure.expose(number, incoming.parts, [inside.get(p.number) for p in incoming.pieces])
+        self._writes[number] = incoming
+        return targets.encode()
+
+    def _written(self, number: int) -> bytes:
+        if self._exposure is None:
+            raise WireError("the end of a one-sided write came without a carrier for it")
+        parts, incoming = self._exposure.written(number), self._writes.pop(number)
+        try:
+            statuses = self._commit(incoming)
+        finally:
+            self._landing.leave(parts)
+        return self._taken(incoming, statuses)
+
+    def _enter(self, data: Data, num_bytes: int | None) -> _Incoming:
+        """What a group of layers means for each of its chunks; those that are wanted are fenced from here on. Raises
+        WireError, and fences nothing, where it was not put, or is not so many bytes."""
         put, spec = self._puts.get(data.put), self._space.spec
         if put is None or data.chunks[-1] >= len(put.chunks) or data.layers.stop > spec.num_layers:
             raise WireError("data of chunks or layers that were not put")
@@ -150,29 +244,23 @@ class PushSession:
             pieces.append(_Piece(number, layout, num_sums, part if isinstance(part, PushedPart) else None))
             size += layout.num_bytes
             num_sums += layout.num_tiles
-        if size != num_bytes or num_sums != data.sums.size:
+        if num_bytes not in (None, size) or num_sums != data.sums.size:
             raise WireError(f"data of {num_bytes} bytes and {data.sums.size} checksums; expected {size} and {num_sums}")
         wanted = [(p, p.part) for p in pieces if p.part is not None and p.layout.num_bytes]
         alive = self._landing.enter([(part, p.layout.shard.layers) for p, part in wanted])
         entered = [p for (p, _), is_alive in zip(wanted, alive, strict=True) if is_alive]
-        inside = {p.number for p in entered}
-        targets: list[memoryview] = []
-        for piece in pieces:
-            if piece.part is not None and piece.number in inside:
-                targets += pieces_of(piece.part.place, piece.layout)
-            else:
-                targets += self._waste(piece.layout.num_bytes)
-        try:
-            connection.receive_into(targets, deadline)
-            statuses = self._commit(data, pieces, entered)
-        finally:
-            self._landing.leave([p.part for p in entered if p.part is not None])
-        self._landing.counts["bytes"] += num_bytes
+        return _Incoming(put, data, pieces, entered, size)
+
+    def _taken(self, incoming: _Incoming, statuses: Sequence[Status]) -> bytes:
+        """Count it, and give up what cannot be found any more. One status a chunk."""
+        self._landing.counts["bytes"] += incoming.num_bytes
         if any(statuses):
-            self._cut(put, min(p.number for p, status in zip(pieces, statuses, strict=True) if status))
+            pieces = zip(incoming.pieces, statuses, strict=True)
+            self._cut(incoming.put, min(piece.number for piece, status in pieces if status))
         return bytes(statuses)
 
-    def _commit(self, data: Data, pieces: Sequence[_Piece], entered: Sequence[_Piece]) -> list[Status]:
+    def _commit(self, incoming: _Incoming) -> list[Status]:
+        data, pieces, entered = incoming.data, incoming.pieces, incoming.entered
         statuses = {piece.number: Status.LOST if piece.layout.num_bytes else Status.OK for piece in pieces}
         for group in alike([piece.layout for piece in entered]).values():
             members = [entered[at] for at in group]

@@ -27,9 +27,10 @@ from headwater.errors import (
     PeerTimeoutError,
 )
 from headwater.peers.address import PeerAddress, is_loopback
+from headwater.peers.caller import check_carrier
 from headwater.peers.carriers import tcp
 from headwater.peers.event_serving import EventSession
-from headwater.peers.hello import Greeting, Hello, PeerRole, Welcome, new_greeting, open_space
+from headwater.peers.hello import CarrierBit, Greeting, Hello, PeerRole, Welcome, new_greeting, open_space
 from headwater.peers.landing import Landing
 from headwater.peers.push_session import PushSession
 from headwater.peers.serving import PullSession
@@ -62,6 +63,8 @@ class ReceiverSettings:
     join_s: float = 5.0
     """How long a chunk waits for a rank of its server that has not come at all."""
     tls: ssl.SSLContext | None = field(default=None, repr=False)
+    carrier: str = "tcp"
+    """Or `nixl`: callers that offer it write into extents themselves."""
 
 
 class Session(Protocol):
@@ -119,6 +122,7 @@ class Receiver:
                 f"{address} can be reached from other hosts, and whoever reaches it could write to the pool; give a "
                 "secret that all peers share, or listen on 127.0.0.1"
             )
+        check_carrier(self.settings.carrier, self.settings.tls)
         self.pool = pool
         self.landing = Landing(int(pool.max_pending_bytes * self.settings.share))
         self.counts: Counter[str] = Counter()
@@ -222,6 +226,8 @@ class Receiver:
         finally:
             if session is not None:
                 self._drop(session)
+            if isinstance(session, PushSession) and connection is not None:
+                session.settle(connection, self._closing.is_set)
             if connection is not None:
                 with self._lock:
                     self._connections.pop(id(connection), None)
@@ -230,6 +236,8 @@ class Receiver:
     def _next(self, connection: tcp.Connection, session: Session) -> None:
         """The next frame of a connection: it may be long in coming, unless something waits for it."""
         silence_s = self.settings.silence_s
+        if isinstance(session, PushSession):
+            session.help_on(connection, lambda: self._is_silent(session))
         raw = connection.await_header(lambda: self._is_silent(session))
         session.last_frame_s = time.monotonic()
         header, meta = connection.receive_meta(raw, session.last_frame_s + silence_s)
@@ -238,7 +246,8 @@ class Receiver:
 
     def _is_silent(self, session: Session) -> bool:
         late = time.monotonic() - session.last_frame_s > self.settings.silence_s
-        return self._closing.is_set() or (late and session.has_begun)
+        is_over = isinstance(session, PushSession) and session.is_over
+        return self._closing.is_set() or is_over or (late and session.has_begun)
 
     def _refuse(self, connection: tcp.Connection | None, error: PeerError) -> None:
         code = Refusal.SILENCE if isinstance(error, PeerTimeoutError) else Refusal.NOT_OURS
@@ -260,7 +269,11 @@ class Receiver:
         _, meta = connection.receive(deadline, Type.HELLO)  # nothing else of a stranger's is taken into memory
         hello = Hello.decode(meta, said, secret)
         session = self._session(hello, connection)
-        welcome = Welcome(int(self.settings.silence_s * 1000), self.landing.share_bytes)
+        carrier = 0
+        if isinstance(session, PushSession) and self.settings.carrier == "nixl":
+            carrier = session.choose_carrier(CarrierBit.NIXL)
+            deadline = time.monotonic() + HELLO_S
+        welcome = Welcome(int(self.settings.silence_s * 1000), self.landing.share_bytes, carrier)
         try:
             connection.send(encode_frame(Type.WELCOME, welcome.encode(said, meta, secret)), deadline)
         except PeerError:

@@ -45,6 +45,8 @@ class Type(IntEnum):
     DATA = 17  # push: a group of layers of some of them
     END = 18  # push: nothing more comes of this put
     ABORT = 19  # push: some of its chunks will not come
+    WRITE = 20  # push: where do these layers go? They will be written one-sided
+    WRITTEN = 21  # push: such a write is over
     RUN = 32  # pull: the longest run of complete chunks
     EXISTS = 33  # pull: which of these are complete
     READ = 34  # pull: tiles of these chunks
@@ -75,6 +77,8 @@ BOUNDS: dict[Type, Bounds] = {
     Type.DATA: Bounds(8 * _MIB, MAX_DATA_BYTES),
     Type.END: Bounds(64),
     Type.ABORT: Bounds(_MIB),
+    Type.WRITE: Bounds(8 * _MIB),
+    Type.WRITTEN: Bounds(64),
     Type.RUN: Bounds(_MIB),
     Type.EXISTS: Bounds(_MIB),
     Type.READ: Bounds(_MIB),

@@ -74,12 +74,13 @@ class CallBody:
         fields[PARAMS] = _raw({OURS: {"push_to": push_to, "transfer": transfer}})
         return msgspec.json.encode(fields)
 
-    def for_decode(self, transfer: str | None, wait_s: float) -> bytes:
-        """The request itself; with a transfer, the server is told that KV may arrive."""
+    def for_decode(self, transfer: str | None, wait_s: float, start_s: float = 0.0) -> bytes:
+        """The request itself; with a transfer, the server is told that KV may arrive, and how soon it should begin
+        to."""
         fields = dict(self.fields)
         params = self._client_params()
         if transfer is not None:
-            params[OURS] = _raw({"transfer": transfer, "wait_s": wait_s})
+            params[OURS] = _raw({"transfer": transfer, "wait_s": wait_s, "start_s": round(min(start_s, wait_s), 3)})
         if params:
             fields[PARAMS] = _raw(params)
         elif PARAMS in fields:

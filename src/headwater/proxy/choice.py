@@ -19,6 +19,12 @@ RUNNING_TOKENS = 32
 RECENT_S = 10.0
 """What was sent to a server with events counts as cached for so long, until its events say so themselves."""
 RECENT_BLOCKS = 1 << 16
+UNKNOWN_TOKENS_PER_S = 1000.0
+"""How fast a server is taken to compute prompts before it has computed one: a CPU is slower, a GPU faster."""
+_PACE_TOKENS = 256
+"""Of shorter prompts, most of the time is not computation."""
+_PACE_SHARE = 0.3
+"""Of the newest prompt in the mean."""
 
 
 class ServerCandidate:
@@ -33,6 +39,8 @@ class ServerCandidate:
         self.queued_tokens = 0
         self.num_queued = 0
         self.num_running = 0
+        self.tokens_per_s = 0.0
+        """How fast it has computed prompts lately; 0 while that is not known."""
         self.last_turn = 0
         """When it was chosen last: equals take turns."""
         self._router = router
@@ -52,6 +60,18 @@ class ServerCandidate:
     def load_tokens(self) -> float:
         """What stands in a new request's way."""
         return self.queued_tokens + RUNNING_TOKENS * self.num_running
+
+    @property
+    def queue_s(self) -> float:
+        """About how long it takes until a prompt that is sent now is begun."""
+        return self.queued_tokens / (self.tokens_per_s or UNKNOWN_TOKENS_PER_S)
+
+    def note_pace(self, num_tokens: int, seconds: float) -> None:
+        """It has computed so many tokens in that time: a prompt, and what was queued before it."""
+        if num_tokens < _PACE_TOKENS or seconds <= 0:
+            return
+        pace = num_tokens / seconds
+        self.tokens_per_s += (pace - self.tokens_per_s) * (_PACE_SHARE if self.tokens_per_s else 1.0)
 
     def forget(self) -> None:
         """It was restarted: what was sent to it is not there any more."""

@@ -84,6 +84,8 @@ class ProxyConfig:
     """A prompt with fewer uncached tokens on its decode server, and no larger uncached share, is prefilled there."""
     wait_s: float = 30.0
     """How long decode waits for KV that prefill was asked to push."""
+    start_s: float = 2.0
+    """Of that, how long it waits for the first sign of it, where nothing is queued at the prefill server."""
     max_attempts: int = 3
     """Decode servers that one request is sent to, one after the other, while nothing of an answer has come."""
     connect_timeout_s: float = 2.0

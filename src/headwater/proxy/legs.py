@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -31,6 +32,8 @@ MAX_WHOLE_BYTES = 16 << 20
 MAX_PREFILL_ANSWER_BYTES = 1 << 20
 MAX_PREFILLS = 2
 """Prefill servers that are tried, one after the other, while decode waits."""
+QUEUE_PATIENCE = 2.0
+"""Decode waits so many times as long as the prefill server's queue should take: that is an estimate."""
 _FIRST_ERROR = b'data: {"error"'
 
 log = logging.getLogger("headwater.proxy")
@@ -69,16 +72,19 @@ class Attempt:
         self._ticket = ticket
         self._reply: UpstreamReply | None = None
         self._transfer: str | None = None
+        self._start_s = config.start_s
         self._prefilling: asyncio.Task[None] | None = None
         self._outcome = "cancelled"
 
     def prefill(self, router: Router, prompt: PromptKeys, servers: Sequence[FleetServer]) -> None:
-        """Start the prefill leg, on the cheapest of the servers."""
+        """Start the prefill leg, on the cheapest of the servers. Decode is told to wait for what is queued there."""
         assert self.server.peer is not None
         self._transfer = secrets.token_hex(16)
         assert self._call is not None
         body = self._call.for_prefill(self.server.peer, self._transfer)
-        self._prefilling = asyncio.create_task(self._prefill(router, prompt, servers, body))
+        first = router.choose(prompt, servers)
+        self._start_s = self._config.start_s + QUEUE_PATIENCE * first.server.queue_s
+        self._prefilling = asyncio.create_task(self._prefill(router, prompt, servers, body, first))
 
     def forget_request(self, then: Callable[[], None]) -> None:
         """An answer has begun: the request is not needed again. `then` is called once no leg holds it any more."""
@@ -148,7 +154,7 @@ class Attempt:
 
     async def _first(self) -> None:
         assert self._call is not None
-        body = self._call.for_decode(self._transfer, self._config.wait_s)
+        body = self._call.for_decode(self._transfer, self._config.wait_s, self._start_s)
         reply = self._reply = await self.server.upstream.request("POST", self._target, self._request_headers, body)
         self.status, self.headers = reply.status, reply.headers
         if reply.status == 200 and self._streams:
@@ -185,18 +191,23 @@ class Attempt:
             return False
         return True
 
-    async def _prefill(self, router: Router, prompt: PromptKeys, servers: Sequence[FleetServer], body: bytes) -> None:
+    async def _prefill(
+        self, router: Router, prompt: PromptKeys, servers: Sequence[FleetServer], body: bytes, first: ServerChoice
+    ) -> None:
         tried: list[FleetServer] = []
         while len(tried) < MAX_PREFILLS and (left := without(servers, tried)):
-            choice = router.choose(prompt, left)
+            choice = router.choose(prompt, left) if tried else first
             server = choice.server
             assert isinstance(server, FleetServer)
             tried.append(server)
+            before, began = server.queued_tokens, time.monotonic()
             ticket = router.send(prompt, choice)
             outcome = "cancelled"
             try:
                 status, answer = await self._timely(self._ask(server, body))
                 outcome = "ok" if status == 200 else "status"
+                if status == 200:
+                    server.note_pace(before + choice.uncached_tokens, time.monotonic() - began)
                 self.prefill_cached_tokens = cached_tokens(answer) if status == 200 else 0
                 return
             except UpstreamError as error:

@@ -75,8 +75,8 @@ class PoolWatch:
         self._lower = [url for url in lower if url.scheme in ("shm", "file")]
         self._clock = clock
         self._totals = Totals()
-        self._ended: set[str] = set()
-        """Processes that have ended and are counted, or were there before the first look."""
+        self._history: set[str] = set()
+        """Processes that had ended before the first look."""
         self._has_looked = False
         self._trouble: dict[str, str] = {}
         self._end = threading.Event()
@@ -120,19 +120,14 @@ class PoolWatch:
         engines: Counter[str] = Counter()
         records = all_published(store_directory(self._first))
         for record in records:
-            if record.token in self._ended:
+            if not record.is_alive and not self._has_looked:
+                self._history.add(record.token)
+            if record.token in self._history:
                 continue
             if record.is_alive:
                 engines[record.engine] += 1
-            elif not self._has_looked:
-                self._ended.add(record.token)  # it ended before this exporter began: what it counted is history
-                continue
-            self._totals.add(record.token, record.values, record.times)
-            if not record.is_alive:
-                self._totals.end(record.token)
-                self._ended.add(record.token)
+            self._totals.add(record.token, record.values, record.times)  # of one that has ended, no more than before
         self._totals.keep_only(record.token for record in records if record.is_alive)
-        self._ended &= {record.token for record in records}
         self._has_looked = True
         return engines
 

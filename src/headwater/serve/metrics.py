@@ -13,7 +13,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from headwater.connector.metrics import Kind, Metric, Source
+from headwater.connector.metrics import PEER_METRICS, Kind, Metric, Source, peer_values
 from headwater.serve.families import family, pool_families, render
 from headwater.serve.messages import Stats
 from headwater.serve.peers import NO_PEERS, Peers
@@ -36,10 +36,6 @@ def _server(name: str, text: str, *labels: str, buckets: tuple[float, ...] = ())
         labels=labels,
         buckets=buckets,
     )
-
-
-def _peer(name: str, kind: Kind, field: str, text: str) -> Metric:
-    return Metric(f"headwater_peer_{name}", kind, text, Source.SERVER, field)
 
 
 ENGINE_METRICS = (
@@ -103,17 +99,6 @@ SERVER_INFO = Metric(
     Source.SERVER,
     labels=("version", "model"),
 )
-PEER_RESTARTS = Metric(
-    "headwater_peer_restarts_total", "counter", "Times the receiver died and was restarted.", Source.SERVER
-)
-PEER_METRICS = (
-    _peer("connections", "gauge", "connections", "Connections from other servers to the receiver."),
-    _peer("pending_bytes", "gauge", "pending_bytes", "Space that other servers have reserved and not yet written."),
-    _peer("share_bytes", "gauge", "share_bytes", "Limit on the space reserved by other servers together."),
-    _peer("received_bytes_total", "counter", "bytes", "Bytes of KV received from other servers."),
-    _peer("received_chunks_total", "counter", "chunks_stored", "Chunks that other servers have completed in the pool."),
-)
-"""Figures of the receiver; counters begin anew when it is restarted."""
 SERVER_METRICS = (
     HTTP_REQUESTS,
     SEQUENCES,
@@ -126,7 +111,6 @@ SERVER_METRICS = (
     ENGINE_SILENT,
     SERVER_INFO,
     *PEER_METRICS,
-    PEER_RESTARTS,
 )
 """What the server counts itself, and what its receiver says."""
 
@@ -179,9 +163,9 @@ class _Snapshot(Collector):
         for metric in ENGINE_METRICS:
             yield family(metric, {"": getattr(stats, metric.field)})
         yield _expert_rows(stats.expert_rows)
+        peers = peer_values(self._peers.stats, self._peers.num_restarts)
         for metric in PEER_METRICS:
-            yield family(metric, {"": float(self._peers.stats.get(metric.field, 0))})
-        yield family(PEER_RESTARTS, {"": float(self._peers.num_restarts)})
+            yield family(metric, peers[metric.name])
         yield from pool_families(stats.pool, stats.pool_times)
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from headwater import __version__
+from headwater.connector.peering import peer_options
 from headwater.engine.config import EngineConfig
 from headwater.peers.process import ReceiverChild, ReceiverSpec
 from headwater.serve.app import AppConfig, create_app
@@ -196,7 +197,7 @@ async def _in_daemon_thread(work: Callable[[], _Result]) -> _Result:
 def _start_receiver(config: ServerConfig) -> Peers:
     if config.peer_listen is None or config.engine.pool is None:
         return NO_PEERS
-    child = ReceiverChild(ReceiverSpec(config.engine.pool, config.peer_listen, config.engine.peer_secret_file))
+    child = ReceiverChild(ReceiverSpec(config.engine.pool, config.peer_listen, peer_options(config.engine)))
     child.start()
     return child
 

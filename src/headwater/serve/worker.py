@@ -24,6 +24,7 @@ from headwater.connector.transfers import TransferParams
 from headwater.engine.config import EngineConfig
 from headwater.engine.params import RequestOutput, SamplingParams
 from headwater.errors import EngineError, HeadwaterError, RequestError
+from headwater.extras import install_hint
 from headwater.logs import adopt, set_up_logs
 from headwater.serve.heartbeat import Heart
 from headwater.serve.messages import (
@@ -282,7 +283,7 @@ def _start(channel: WorkerChannel, create: Creator) -> Running | None:
     except HeadwaterError as error:
         _try_send(channel, StartFailed(str(error), type(error).__name__))
     except ImportError as error:
-        _try_send(channel, StartFailed(f"{error}; pip install 'headwater[serve]'", type(error).__name__))
+        _try_send(channel, StartFailed(f"{error}; {install_hint('serve')}", type(error).__name__))
     except (BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:

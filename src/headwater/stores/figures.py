@@ -36,7 +36,7 @@ _NAME = re.compile(r"figures-([0-9a-f]{16})")
 _FLOCK = struct.Struct("hhqqi4x")
 _HEADER = struct.Struct("<8sQQQ")
 _MAGIC = b"hwfigs1\0"
-_READ_ATTEMPTS = 3
+_READ_ATTEMPTS = 8
 
 MAX_PAYLOAD_BYTES = SLOT_BYTES - _HEADER.size
 
@@ -134,10 +134,17 @@ def _files(directory: str) -> Iterator[tuple[str, str]]:
 
 
 def _read(fd: int) -> bytes | None:
-    for _ in range(_READ_ATTEMPTS):  # a reader that is suspended between the slots may find both of them half written
-        slots = [_payload(os.pread(fd, SLOT_BYTES, number * SLOT_BYTES)) for number in range(2)]
-        if whole := [slot for slot in slots if slot is not None]:
+    """The newest record, and never an older one than an earlier call returned."""
+    before: list[bytes] = []
+    for _ in range(_READ_ATTEMPTS):
+        raw = [os.pread(fd, SLOT_BYTES, number * SLOT_BYTES) for number in range(2)]
+        slots = [_payload(slot) for slot in raw]
+        whole = [slot for slot in slots if slot is not None]
+        # A slot that is not whole is being written, and a reader that was suspended may hold an old copy of the other:
+        # look again. One that stays as it is was never written, or its writer was stopped or died there.
+        if len(whole) == len(slots) or (whole and raw == before):
             return max(whole)[1]
+        before = raw
     return None
 
 

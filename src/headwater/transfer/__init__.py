@@ -9,8 +9,9 @@ carries it between the device and mapped memory. Which chunks move, and when, is
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headwater.lazy import names_on_demand
 
 if TYPE_CHECKING:
     from headwater.transfer.load import Loader
@@ -27,12 +28,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 __all__ = ["Loader", "PagedView", "PlaneView", "Saver", "view_tensors"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'headwater.transfer' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = names_on_demand(__name__, _HOME_OF)
 
 
 def __dir__() -> list[str]:

@@ -82,7 +82,7 @@ class Activity:
 
     def _add_run(self, run: list[Event], describe: Describe, first_tier: str) -> None:
         last = run[-1]
-        fields: dict[str, Any] = {"tier": last.tier, "time_s": last.time_ns / 1e9 if last.time_ns else None}
+        fields: dict[str, Any] = {"tier": short(last.tier), "time_s": last.time_ns / 1e9 if last.time_ns else None}
         if last.kind == EventKind.LOST:
             self.add("lost")
         elif last.kind == EventKind.CLEARED:

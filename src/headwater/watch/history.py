@@ -23,6 +23,8 @@ class PoolHistory:
     def add(self, look: dict[str, Any]) -> dict[str, Any]:
         """Keep what charts need of a look; the point. Rates are per second, since the look before."""
         self._number += 1
+        if self._points and look["time_s"] < self._points[-1]["time_s"]:
+            self._points.clear()  # the clock was set back: no chart can show what is later than now
         store, totals = look["store"] or {}, look["totals"]
         point: dict[str, Any] = {
             "number": self._number,

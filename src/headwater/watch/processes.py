@@ -48,6 +48,7 @@ class Processes:
         for record in found:
             self._sums.add(record.token, record.values, record.times)
         alive = {record.token: record for record in found if record.is_alive}
+        self._sums.keep_only(["", *alive])
         self._gauges = [record.values for record in alive.values()]
         if directory is None and own is not None:
             self._sums.add("", *own)

@@ -1,7 +1,8 @@
 """Looking at one pool again and again: it may not be there yet, go, and be made anew.
 
 Only the first tier is opened: figures of the others are those that engines publish. A pool that exists on this host is
-opened like any process does, so that it counts as one of its members (which the figures leave out again).
+opened like any process does, so that it counts as one of its members (which the figures leave out again), and an index
+whose writer died is rebuilt. Later looks change nothing.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, StoreError
 from headwater.redaction import HIDDEN
 from headwater.stores import open_urls
 from headwater.stores.base import Store
+from headwater.stores.breaker import CircuitBreaker
 from headwater.stores.config import find_pool
 from headwater.stores.embedded import EmbeddedStore, store_directory
+from headwater.stores.embedded.peek import is_readable
 from headwater.stores.embedded.survey import Surveyor
 from headwater.stores.events import Follower, event_name
-from headwater.stores.stats import HolderInfo, PrefixInfo
+from headwater.stores.stats import HolderInfo, PrefixInfo, StoreStats
 from headwater.watch.activity import MAX_NAME, SHORT, Activity, names, short
 from headwater.watch.processes import Own, Processes
 
@@ -45,12 +48,15 @@ _STORE_FIELDS = (
 
 
 class Watcher:
-    """Not thread-safe: one thread looks. `own` gives an engine's own figures, for a pool that nobody else can see."""
+    """Not thread-safe: one thread looks. `own` gives an engine's own figures, for a pool beside which none are
+    published: private memory, and stores of other hosts."""
 
     def __init__(self, url: str | None, *, own: Callable[[], Own] | None = None) -> None:
         """`url` None: there is no pool. Raises UrlError and ConfigError for what names none."""
         self._urls = () if url is None else find_pool(url).urls
-        self._own = own
+        # Published figures are the same ones: while such a pool is away, they must not be counted a second time.
+        is_published = bool(self._urls) and self._urls[0].scheme in ("shm", "file")
+        self._own = None if is_published else own
         self._store: Store | None = None
         self._file: tuple[int, int] | None = None
         self._generation = 0
@@ -111,13 +117,14 @@ class Watcher:
         return first.directory if isinstance(first, EmbeddedStore) else None
 
     def _open(self) -> None:
-        """Have the pool open that is there now: one that was deleted and made again is another one."""
+        """Have the pool open that is there now: one that was deleted and made again is another one. One that was
+        damaged beyond reading is let go: no engine can replace it as long as anybody has it open."""
         file = self._file_now()
-        if self._store is not None and file == self._file:
+        if self._store is not None and file == self._file and (file is None or is_readable(self._urls[0])):
             return
         self.close()
         self._store = open_urls(self._urls[:1], create=False)
-        self._file = self._file_now()
+        self._file = file  # as it was before: one that was made since then shows at the next look
         self._generation += 1
         if isinstance(self._store, EmbeddedStore):
             self._surveyor = self._store.surveyor()
@@ -143,7 +150,7 @@ class Watcher:
     # ---- inside -------------------------------------------------------------------------------------------------
     def _look_inside(self) -> dict[str, Any]:
         assert self._store is not None
-        stats = self._store.stats()
+        stats = _stats_of(self._store)
         events = [] if self._follower is None else self._follower.poll(_MAX_EVENTS)
         self._activity.add_events(events, self._describe, event_name(self._urls[0].scheme))
         self._is_stale = self._is_stale or bool(events)
@@ -172,6 +179,18 @@ class Watcher:
             return None
         root, chunk = found
         return _described(root.payload), root.space.spec.extent_bytes(chunk.num_tokens)
+
+
+def _stats_of(store: Store) -> StoreStats:
+    """Raises StoreError for a remote store that does not answer: its figures are zeros that nobody said."""
+    breaker = getattr(store, "breaker", None)
+    if not isinstance(breaker, CircuitBreaker):
+        return store.stats()
+    failures, stats = breaker.stats().failures, store.stats()
+    has_failed = breaker.stats().failures > failures or not breaker.closed
+    if has_failed and not (stats.capacity_bytes or stats.used_bytes):
+        raise StoreError(f"{stats.url} does not answer")
+    return stats
 
 
 def _described(payload: bytes) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def show_handover(outcome: Handover, out: Console) -> None:
     """Print it for people."""
     if outcome.note:
         out.print(f"{outcome.note}\n")
-    rows = table("", ">prompt tokens", ">computed by decode", ">first token", ">longest pause of another stream")
+    rows = table("", ">prompt", ">by decode", ">first token", ">other stream's pause")
     for name, reply, computed, pause_s in (
         ("decode alone", outcome.alone, outcome.computed_alone, outcome.pause_alone_s),
         ("prefill, then decode", outcome.through, outcome.computed_through, outcome.pause_through_s),
@@ -150,6 +150,8 @@ def show_handover(outcome: Handover, out: Console) -> None:
         figures = f"{reply.prompt_tokens:,}", f"{computed:,}", f"{reply.first_token_s:.2f} s", f"{pause_s:.2f} s"
         rows.add_row(name, *figures)
     out.print(rows)
+    out.print("\nPrompt, and what the decode server computed of it: in tokens. The last column is the longest pause")
+    out.print("of a stream that another client was reading from the decode server meanwhile.")
     spared = plural(outcome.computed_alone - outcome.computed_through, "token")
     out.print(f"\nThe decode server was spared {spared}: their KV came layer by layer while they were computed.")
     out.print("Here both servers share the cores of one machine; on two hosts the first token comes sooner, too.")

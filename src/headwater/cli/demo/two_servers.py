@@ -132,14 +132,14 @@ def show(outcome: Outcome, out: Console) -> None:
         time_s = f"{reply.first_token_s:.3f} s"
         rows.add_row(name, f"{reply.prompt_tokens:,}", f"{reply.cached_tokens:,}", time_s)
     out.print(rows)
-    saved = plural(outcome.saved_tokens, "token")
-    out.print(f"\nThe second server computed {saved} less and was {outcome.speedup:.1f} times as fast.")
+    saved = plural(outcome.saved_tokens, "fewer token")
+    out.print(f"\nThe second server computed {saved} and was {outcome.speedup:.1f} times as fast.")
     out.print(f"\nQ: {outcome.question}")
     for name, reply in zip(("first", "second"), outcome.replies, strict=True):
         out.print(f"A ({name}): {one_line(' '.join(reply.text.split()))}")
     if not outcome.correct:
         out.print("\nWRONG: the second server did not find the document, or said something else.")
-    out.print("\nBoth servers and their pool are gone again. To keep one running: headwater serve")
+    out.print("\nBoth servers and their pool are gone again. To keep one running: make serve (or headwater serve)")
 
 
 @contextmanager

@@ -115,6 +115,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
                 self._member.publisher.add(self._member.role, self._figures)
                 self._steps.side.loads_in_step = False  # until vLLM's scheduler is made
                 self._receiver = start_receiver(self._options)
+                self._reporter.watch(self._receiver)
 
     # ---- the scheduler side -------------------------------------------------------------------------------------
     @property

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.connector.config import AUTO, ConnectorConfig
+from headwater.connector.peering import peer_options
 from headwater.errors import EngineConfigError, InvalidArgumentError
 from headwater.integrations.vllm.declined import LOGGER
 from headwater.kv.hashing import DEFAULT_CHUNK_TOKENS, check_chunk_tokens
 from headwater.peers.address import is_loopback, parse_address
-from headwater.peers.hello import read_secret
 from headwater.stores.url import DEFAULT_URL, parse_size
 
 log = logging.getLogger(LOGGER)
@@ -57,6 +57,10 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "epoch": int,
     "peer_listen": str,
     "peer_secret_file": str,
+    "peer_tls_cert": str,
+    "peer_tls_key": str,
+    "peer_tls_ca": str,
+    "peer_carrier": str,
 }
 
 
@@ -82,8 +86,8 @@ def read_options(extra: Mapping[str, Any], kv_role: str | None) -> Options:
     if kv_role not in ROLES:
         raise EngineConfigError(f"kv_role is {kv_role!r}; expected one of {', '.join(ROLES)}")
     connector = ConnectorConfig(role=ROLES[kv_role], **settings)
-    if connector.peer_secret_file is not None:
-        read_secret(connector.peer_secret_file)  # here and now: later it would only be missed
+    # Here and now: later they would only be missed.
+    peer_options(connector).check(receives=own.get("peer_listen") is not None)
     if own.get("peer_listen") is not None:
         _check_peer(own["peer_listen"], connector.peer_secret_file)
     return Options(connector=connector, chunk_tokens=chunk_tokens, load_failure_policy=policy, **own)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.connector.events import EventListener
+from headwater.connector.peering import peer_options
 from headwater.connector.published import Publisher
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.staging import with_staging
@@ -168,7 +169,7 @@ def start_receiver(options: Options) -> ReceiverChild | None:
     if options.peer_listen is None:
         return None
     connector = options.connector
-    child = ReceiverChild(ReceiverSpec(connector.pool, options.peer_listen, connector.peer_secret_file))
+    child = ReceiverChild(ReceiverSpec(connector.pool, options.peer_listen, peer_options(connector)))
     try:
         child.start()
     except HeadwaterError as error:

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from headwater.connector.metrics import (
     BY_NAME,
+    PEER_METRICS,
     POOL_METRICS,
     Kind,
     Metric,
@@ -27,6 +28,7 @@ from headwater.connector.metrics import (
     host_values,
     merge,
     own_values,
+    peer_values,
     transfer_values,
 )
 from headwater.connector.stats import Times, TransferStats
@@ -155,6 +157,40 @@ class PoolFigures:
             return self._differences.since(_of_kind(values, "counter")) | _told(_of_kind(values, "gauge"), self._name)
 
 
+class Received(Protocol):
+    """A receiver in a process of its own, as `peers.process.ReceiverChild` is one."""
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What it said last."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it was started again."""
+
+
+class ReceiverFigures:
+    """What an engine's receiver of other servers' pushes has to report, at most once a second."""
+
+    def __init__(self, receiver: Received, clock: Callable[[], float] = time.monotonic) -> None:
+        self._receiver = receiver
+        self._clock = clock
+        self._name = secrets.token_hex(4)
+        self._next_s = 0.0
+        self._differences = Differences(shows_zero=True)
+
+    def take(self) -> Data:
+        """What there is to tell now."""
+        now = self._clock()
+        if now < self._next_s:
+            return {}
+        self._next_s = now + READ_EVERY_S
+        values = peer_values(self._receiver.stats, self._receiver.num_restarts)
+        counters = {name: series for name, series in values.items() if BY_NAME[name].kind == "counter"}
+        gauges = {name: {"": {self._name: s[""]}} for name, s in values.items() if BY_NAME[name].kind == "gauge"}
+        return self._differences.since(counters) | gauges
+
+
 class Reporter:
     """What one connector tells vLLM after each step. Not thread-safe."""
 
@@ -163,6 +199,11 @@ class Reporter:
         self._name = secrets.token_hex(4)
         self._gauges: Values = {}
         """What was told last: a gauge that stays as it is makes no message of a step in which nothing happened."""
+        self._receiver: ReceiverFigures | None = None
+
+    def watch(self, receiver: Received | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Tell what a receiver says, too, if there is one: on the scheduler's side."""
+        self._receiver = None if receiver is None else ReceiverFigures(receiver, clock)
 
     def worker(self, stats: TransferStats, times: Times, pool: PoolFigures | None) -> HeadwaterStats | None:
         """What a rank has done; None where that is nothing."""
@@ -170,7 +211,8 @@ class Reporter:
 
     def scheduler(self, stats: TransferStats, times: Times, pool: PoolFigures | None) -> HeadwaterStats | None:
         """What the scheduler's side has done; None where that is nothing."""
-        return self._report(transfer_values(stats, Source.SCHEDULER), times, pool.take(host_wide=True) if pool else {})
+        others = (pool.take(host_wide=True) if pool else {}) | (self._receiver.take() if self._receiver else {})
+        return self._report(transfer_values(stats, Source.SCHEDULER), times, others)
 
     def _report(self, values: Values, times: Times, others: Data) -> HeadwaterStats | None:
         durations: Data = {_HISTOGRAMS[field]: {"": seconds} for field, seconds in times.items() if seconds}
@@ -200,7 +242,7 @@ class HeadwaterPromMetrics(KVConnectorPromMetrics):
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         _unregister()
-        self._metrics = {metric.name: self._register(metric) for metric in POOL_METRICS}
+        self._metrics = {metric.name: self._register(metric) for metric in (*POOL_METRICS, *PEER_METRICS)}
         self._children: dict[tuple[int, str, str], Any] = {}
         self._reported: dict[tuple[int, str, str], dict[str, float]] = {}
         """What each process has said last of a gauge."""

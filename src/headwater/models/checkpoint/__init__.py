@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headwater.errors import ModelError
 from headwater.kv.checkpoint import checkpoint_label
-from headwater.models.catalog import find_in_catalog
+from headwater.models.catalog import CATALOG, find_in_catalog
 from headwater.models.checkpoint.base import Checkpoint
 
 __all__ = ["Checkpoint", "open_checkpoint"]
@@ -24,7 +24,7 @@ def open_checkpoint(path_or_name: str | Path, load_format: str = "auto") -> Chec
     path = find_in_catalog(path_or_name) or Path(path_or_name)
     if not path.exists():
         raise ModelError(
-            f"no model {str(path_or_name)!r}: expected a checkpoint directory, a GGUF file or a name of the catalog. "
+            f"no model {str(path_or_name)!r}: expected a checkpoint directory, a GGUF file or {' or '.join(CATALOG)}. "
             "Models are not downloaded; fetch one first and pass its directory"
         )
     if load_format == "dummy":

@@ -8,6 +8,7 @@ bytes nobody acknowledges. One thread at a time may use a connection; `shut` may
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import struct
@@ -42,6 +43,14 @@ class Connection:
     def has_buffered(self) -> bool:
         """Whether bytes were received that polling does not show."""
         return False
+
+    def is_readable(self, timeout_s: float = 0.0) -> bool:
+        """Whether something has come, or the connection has ended."""
+        if self.has_buffered:
+            return True
+        poller = select.poll()
+        poller.register(self._sock.fileno(), select.POLLIN)
+        return bool(poller.poll(timeout_s * 1000))
 
     # ---- out ----------------------------------------------------------------------------------------------------
     def send(self, frame: bytes, deadline: float, pieces: Pieces = ()) -> None:
@@ -129,7 +138,23 @@ class Connection:
     def _receive_some(self, pieces: Pieces) -> int:
         return self._sock.recvmsg_into(pieces, 0, socket.MSG_WAITALL)[0]
 
+    def has_ended(self) -> bool:
+        """Whether the other side has closed the connection, or cannot be reached any more. Waits for a tick, and throws
+        away what comes; not after `shut`, which makes every connection look so."""
+        scratch = memoryview(bytearray(1 << 16))
+        try:
+            return not self._receive_some([scratch])
+        except (BlockingIOError, TimeoutError):
+            return False
+        except OSError:
+            return True
+
     # ---- the end ------------------------------------------------------------------------------------------------
+    def shut_out(self) -> None:
+        """Say nothing more, and go on listening: the other side sees the end."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
     def shut(self) -> None:
         """End whatever a thread waits for on this connection. Does not close it."""
         with contextlib.suppress(OSError):

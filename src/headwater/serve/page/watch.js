@@ -267,7 +267,8 @@ function show(answer) {
   if (!state.entries.length) $("activity").replaceChildren();
   state.look = look;
   state.clock = look.time_s;
-  state.points = state.points.concat(answer.points).slice(-MAX_POINTS);
+  // Points that are later than now are from before the clock was set back.
+  state.points = state.points.filter((point) => point.time_s <= look.time_s).concat(answer.points).slice(-MAX_POINTS);
   const seen = state.entries.length ? state.entries[state.entries.length - 1].sequence : 0;
   const fresh = look.events.filter((entry) => entry.sequence > seen);
   state.entries = state.entries.concat(fresh).slice(-MAX_ENTRIES);

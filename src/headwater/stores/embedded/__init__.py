@@ -128,7 +128,7 @@ def destroy(url: StoreUrl) -> None:
                 count = members.count()
                 if not held or count:
                     users = f"{count} process{'es' * (count != 1)}" if count else "a process that is opening it"
-                    raise StoreError(f"{url} is in use by {users}; end that first")
+                    raise StoreError(f"{url} is in use by {users}; end {'them' if count > 1 else 'it'} first")
                 _remove_files(directory)
                 os.unlink(os.path.join(directory, "members"))
             with contextlib.suppress(OSError):

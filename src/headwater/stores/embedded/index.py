@@ -264,16 +264,18 @@ class Index:
             self._ages[slot] = used = now_ns
         return used
 
-    def ages_of(self, cells: npt.NDArray[np.int64], now_ns: int) -> npt.NDArray[np.int64]:
+    def ages_of(self, cells: npt.NDArray[np.int64], now_ns: int, *, keep: bool = True) -> npt.NDArray[np.int64]:
         """Last uses of many records, none after `now_ns`.
 
-        A later one (the clock was set back, or noise) becomes `now_ns` for good, so that the record ages from now on.
+        A later one (the clock was set back, or noise) becomes `now_ns` for good, so that the record ages from now on;
+        without `keep`, for those who only look, nothing is changed.
         """
         slots = cells // AGE_CELLS
         ages = self._age_column[slots]
         late = (ages > now_ns) | (ages < 0)  # noise above 2^63 is negative in this column
-        if late.any():
-            self._age_column[slots[late]] = ages[late] = now_ns
+        ages[late] = now_ns
+        if keep and late.any():
+            self._age_column[slots[late]] = now_ns
         return ages
 
     def fixed_words(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:

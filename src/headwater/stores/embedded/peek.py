@@ -42,6 +42,15 @@ def peek(url: StoreUrl) -> StoreStats | None:
         raise StoreError(f"{url}: {error.strerror or error}") from error
 
 
+def is_readable(url: StoreUrl) -> bool:
+    """Whether the index of a `shm://` or `file://` store has a header, and the size that this says. Raises OSError."""
+    fd = open_private(os.path.join(store_directory(url), "index"), os.O_RDONLY)
+    try:
+        return _geometry(fd) is not None
+    finally:
+        os.close(fd)
+
+
 def _geometry(fd: int) -> Geometry | None:
     """From the first header, or from the copy at the end."""
     size = os.fstat(fd).st_size

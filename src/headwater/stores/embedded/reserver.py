@@ -91,12 +91,14 @@ class Reserver:
 
         That is what every rank of a server but its first meets for whole prompts.
         """
+        if not chunks or self._index.find(chunks[0].key) is None:
+            return None  # new chunks: looking for all of them would take as long as making two
         members = self.core.members
-        entries = self.core.columns.find([chunk.key for chunk in chunks]).entries()
-        parent = self._index.find(chunks[0].parent) if chunks else None
+        parent = self._index.find(chunks[0].parent)
         joined: list[Entry] = []
         if parent is None or parent.state not in (PENDING, COMPLETE):
             return None
+        entries = self.core.columns.find([chunk.key for chunk in chunks]).entries()
         for chunk, entry in zip(chunks, entries, strict=True):
             if entry is None or entry.state != PENDING or chunk.parent != parent.record.key:
                 break

@@ -116,7 +116,7 @@ class Surveyor:
         if nodes is None or not nodes.is_chunk.any():
             return []
         with self._use() as core:
-            used = core.index.ages_of(nodes.cell, time.time_ns())
+            used = core.index.ages_of(nodes.cell, time.time_ns(), keep=False)
             hits, used = _below(nodes, _hits_of(core.index, nodes.cell) * nodes.is_chunk, used)
             stretch, heads, branches = _stretches(nodes)
             chunks = np.flatnonzero(nodes.is_chunk)
@@ -166,7 +166,7 @@ class Surveyor:
                 for column in (nodes.num_tokens, nodes.num_bytes, _hits_of(core.index, nodes.cell))
             ]
             num_chunks, used = np.bincount(place, minlength=len(roots)), np.zeros(len(roots), np.int64)
-            np.maximum.at(used, place, core.index.ages_of(nodes.cell[chunks], time.time_ns()))
+            np.maximum.at(used, place, core.index.ages_of(nodes.cell[chunks], time.time_ns(), keep=False))
             tokens, num_bytes, hits = sums
             order = [i for i in np.argsort(-num_bytes, kind="stable")[:limit].tolist() if num_chunks[i]]
             return [

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headwater.errors import BackendError, DeadlineError, StoreError
+from headwater.extras import install_hint
 from headwater.locks import ForkSafeLock
 from headwater.stores.base import Status
 from headwater.stores.remote.base import (
@@ -464,7 +465,7 @@ def _library() -> Any:
         from mooncake import store
     except ImportError as error:
         raise BackendError(
-            f"Mooncake's client cannot be loaded ({error}); pip install 'headwater[mooncake]', and on Debian "
+            f"Mooncake's client cannot be loaded ({error}); {install_hint('mooncake')}, and on Debian "
             "apt-get install libibverbs1 libnuma1 libcurl4"
         ) from error
     return store
