@@ -186,9 +186,7 @@ class ReceiverFigures:
             return {}
         self._next_s = now + READ_EVERY_S
         values = peer_values(self._receiver.stats, self._receiver.num_restarts)
-        counters = {name: series for name, series in values.items() if BY_NAME[name].kind == "counter"}
-        gauges = {name: {"": {self._name: s[""]}} for name, s in values.items() if BY_NAME[name].kind == "gauge"}
-        return self._differences.since(counters) | gauges
+        return self._differences.since(_of_kind(values, "counter")) | _told(_of_kind(values, "gauge"), self._name)
 
 
 class Reporter:
