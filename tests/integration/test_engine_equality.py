@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,7 +27,6 @@ from covering import Row, covering_array
 pytest.importorskip("transformers")
 
 from engine_models import (
-    NUM_TOKENS,
     TP_SIZES,
     VOCAB,
     Comparison,
@@ -43,9 +41,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT_LENGTHS = (3, 31, 97, 140)
 SMOLLM2_PROMPTS = (1, 2, 4, 5)
-"""The real model is forty times the size of the others, so it gets fewer prompts, and fewer tokens of each unless
-HEADWATER_ALL_ROWS is set. Some of its answers still go on to another page, of every size."""
-SMOLLM2_TOKENS = NUM_TOKENS if os.environ.get("HEADWATER_ALL_ROWS") else NUM_TOKENS // 2
+"""The real model is forty times the size of the others, so it gets fewer prompts."""
 
 FACTORS: dict[str, list[Any]] = {
     "model": list(TP_SIZES),
@@ -95,11 +91,11 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
                 path, vocab_size = find_in_catalog(name), 49152
             else:
                 path, vocab_size = save_random_checkpoint(name, tmp_path_factory.mktemp(name)), VOCAB
-            model, asked, num_tokens = load_transformers(path), prompts(vocab_size), NUM_TOKENS
+            model, asked = load_transformers(path), prompts(vocab_size)
             if name == "smollm2":
-                asked, num_tokens = [asked[number] for number in SMOLLM2_PROMPTS], SMOLLM2_TOKENS
+                asked = [asked[number] for number in SMOLLM2_PROMPTS]
             torch.set_num_threads(1)  # small models, and large ones on a busy machine, only wait for their threads
-            known[name] = path, [greedy_reference(model, prompt, num_tokens) for prompt in asked]
+            known[name] = path, [greedy_reference(model, prompt) for prompt in asked]
         return known[name]
 
     return ask

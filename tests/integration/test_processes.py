@@ -45,7 +45,7 @@ def disk_usage(url: str) -> int:
     return total
 
 
-@pytest.mark.parametrize(("scheme", "seconds"), [("shm", 12), ("file", 8)])
+@pytest.mark.parametrize(("scheme", "seconds"), [("shm", 20), ("file", 12)])
 def test_eight_processes_killed_and_stopped_at_random(scheme: str, seconds: int, tmp_path: Path) -> None:
     """Right bytes only, within the cap at every moment, and a clean store in the end. A minute of it with
     HEADWATER_ALL_ROWS."""

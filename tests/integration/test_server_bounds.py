@@ -171,7 +171,7 @@ def test_a_lack_of_file_descriptors_is_told_once_and_got_over(start: Callable[..
     highest = max(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (highest + 3, hard))
     with ExitStack() as stack:
-        for _ in range(8):  # it takes them three at a time, after a pause each
+        for _ in range(20):  # it takes them three at a time, after a pause each
             stack.enter_context(server.connect())
         wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) == highest + 3)  # none is left for the next one
     assert server.chat("say:hi").status_code == 200
