@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.fleet]
 PORT = 6398
 NUM_TOKENS = 12
 EACH = 3
-"""Chunks of a prompt of 530 tokens and its answer: two whole ones and a tail."""
+"""Chunks of a prompt of 550 tokens and its answer: two whole ones and a tail that is long enough to be saved."""
 LOAD_DEADLINE_S, COMPUTE_S = 5.0, 60.0
 """The connector's own deadline for one load, and what a busy small machine may need for a prompt."""
 
@@ -54,7 +54,7 @@ def test_same_tokens_on_another_host_and_through_a_partition(tmp_path_factory: p
         pytest.skip("no redis-server or valkey-server on the PATH")
     path = save_random_checkpoint("llama", tmp_path_factory.mktemp("model"), seed=4, num_key_value_heads=4)
     rng = random.Random(4)
-    prompts = [[rng.randrange(3, VOCAB) for _ in range(530)] for _ in range(4)]
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(550)] for _ in range(4)]
     model = load_transformers(path)
     truth = [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
     seen = Comparison()
