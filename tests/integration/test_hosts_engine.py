@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.fleet]
 
 PORT = 6398
 NUM_TOKENS = 12
-EACH = 3
-"""Chunks of a prompt of 550 tokens and its answer: two whole ones and a tail that is long enough to be saved."""
+EACH = 4
+"""Chunks of a prompt of 550 tokens and its answer: two whole ones, the prompt's tail and the answer's."""
 LOAD_DEADLINE_S, COMPUTE_S = 5.0, 60.0
 """The connector's own deadline for one load, and what a busy small machine may need for a prompt."""
 
