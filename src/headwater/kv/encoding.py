@@ -10,12 +10,20 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
+from headwater.kv.packing import Bytes, pack_tile, packed_tile_bytes, unpack_tile
 from headwater.kv.spec import KVSpec
 
 log = logging.getLogger("headwater")
 
 RAW = 0
 """Tiles as `[plane][token][dim]`, nothing added and nothing left out."""
+PACKED = 1
+"""bfloat16 in three quarters of its bytes: see `packing`."""
+
+Coder = Callable[[KVSpec, int, Bytes, Bytes], bool]
+"""From one contiguous tile of so many tokens to another; False where that cannot be, and the target holds garbage."""
 
 
 class Encoding(NamedTuple):
@@ -24,10 +32,22 @@ class Encoding(NamedTuple):
     name: str
     tile_bytes: Callable[[KVSpec, int], int]
     """Stored bytes of one tile of that many tokens. All but `raw` take fewer than `raw`: software that does not look at
-    the encoding finds that the length does not fit, and misses."""
+    the encoding finds that the length does not fit, and misses. 0 for a tile that cannot be stored so."""
+    decode: Coder | None = None
+    """Stored tile → raw tile. None: such tiles can be kept and passed on, and not be used here."""
+    encode: Coder | None = None
+    """Raw tile → stored tile."""
 
 
-ENCODINGS: dict[int, Encoding] = {RAW: Encoding("raw", KVSpec.tile_bytes)}
+def _copy(spec: KVSpec, num_tokens: int, source: Bytes, target: Bytes) -> bool:
+    np.copyto(target, source)
+    return True
+
+
+ENCODINGS: dict[int, Encoding] = {
+    RAW: Encoding("raw", KVSpec.tile_bytes, _copy, _copy),
+    PACKED: Encoding("packed", packed_tile_bytes, unpack_tile, pack_tile),
+}
 """By number: 0 to 255."""
 
 _refused: set[tuple[int, str]] = set()
@@ -42,6 +62,23 @@ def stored_tile_bytes(spec: KVSpec, num_tokens: int, encoding: int = RAW) -> int
 def stored_extent_bytes(spec: KVSpec, num_tokens: int, encoding: int = RAW) -> int:
     """Stored bytes of a whole chunk; 0 for an encoding that this Headwater does not know."""
     return spec.num_tiles * stored_tile_bytes(spec, num_tokens, encoding)
+
+
+def packed_or_raw(spec: KVSpec, num_tokens: int) -> int:
+    """PACKED where tiles of so many tokens can be stored so."""
+    return PACKED if packed_tile_bytes(spec, num_tokens) else RAW
+
+
+def can_decode(encoding: int) -> bool:
+    """Whether tiles that are stored so can be used here."""
+    return encoding in ENCODINGS and ENCODINGS[encoding].decode is not None
+
+
+def decode_tile(encoding: int, spec: KVSpec, num_tokens: int, stored: Bytes, out: Bytes) -> bool:
+    """Turn one stored tile, whose checksum was compared, into a raw one; False where nobody could have written it, or
+    its encoding cannot be read here."""
+    decode = ENCODINGS[encoding].decode if encoding in ENCODINGS else None
+    return decode is not None and decode(spec, num_tokens, stored, out)
 
 
 def refuse(encoding: int, where: str) -> None:
