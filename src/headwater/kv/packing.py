@@ -1,10 +1,10 @@
 """Packed tiles: bfloat16 KV in three quarters of its bytes, without losing a bit. Here are its sizes, and its CPU code.
 
 The exponents of one channel hardly differ, so a value is stored as its sign and mantissa (8 bits) and a 4-bit code:
-how far its exponent lies below the channel's *base*. What lies elsewhere is an *escape*, listed with its exponent. A tile is
-packed in blocks of up to 128 channels of one plane; docs/format.md draws one. The size of a block follows from its rows
-and channels alone, so that an extent can be reserved before anything is computed; a tile with more escapes than a block
-lists does not fit, and its chunk is stored raw.
+how far its exponent lies below the channel's *base*. What lies elsewhere is an *escape*, listed with its exponent. A
+tile is packed in blocks of up to 128 channels of one plane; docs/format.md draws one. The size of a block follows from
+its rows and channels alone, so that an extent can be reserved before anything is computed; a tile with more escapes
+than a block lists does not fit, and its chunk is stored raw.
 """
 
 from __future__ import annotations
@@ -91,44 +91,45 @@ def packed_block_bytes(num_rows: int, width: int) -> int:
 def packed_tile_bytes(spec: KVSpec, num_tokens: int) -> int:
     """Stored bytes of a packed tile; 0 where there is none: planes that are not bfloat16 or have an odd width, and
     tiles so short that packing would save nothing."""
-    if any(plane.dtype != "bfloat16" or plane.width % 2 for plane in spec.planes):
+    if num_tokens < 1 or any(plane.dtype != "bfloat16" or plane.width % 2 for plane in spec.planes):
         return 0
-    size = sum(
-        packed_block_bytes(num_tokens, min(BLOCK_WIDTH, plane.width - first))
-        for plane in spec.planes
-        for first in range(0, plane.width, BLOCK_WIDTH)
-    )
-    return size if num_tokens > 0 and size < spec.tile_bytes(num_tokens) else 0
+    last = packed_blocks(_widths(spec), num_tokens)[-1]
+    size = last.start + last.num_bytes
+    return size if size < spec.tile_bytes(num_tokens) else 0
 
 
 @lru_cache(maxsize=512)
-def packed_blocks(spec: KVSpec, num_tokens: int) -> tuple[PackedBlock, ...]:
-    """The blocks of a packed tile, in the order in which they are stored."""
+def packed_blocks(widths: tuple[int, ...], num_rows: int) -> tuple[PackedBlock, ...]:
+    """The blocks of a packed tile with planes of these widths, in the order in which they are stored."""
     found, start, raw_start = list[PackedBlock](), 0, 0
-    for number, plane in enumerate(spec.planes):
-        for first in range(0, plane.width, BLOCK_WIDTH):
-            width = min(BLOCK_WIDTH, plane.width - first)
-            found.append(PackedBlock(number, first, width, num_tokens, start, raw_start, plane.row_bytes))
-            start += packed_block_bytes(num_tokens, width)
-        raw_start += num_tokens * plane.row_bytes
+    for plane, whole in enumerate(widths):
+        for first in range(0, whole, BLOCK_WIDTH):
+            width = min(BLOCK_WIDTH, whole - first)
+            found.append(PackedBlock(plane, first, width, num_rows, start, raw_start, 2 * whole))
+            start += packed_block_bytes(num_rows, width)
+        raw_start += num_rows * 2 * whole
     return tuple(found)
+
+
+def _widths(spec: KVSpec) -> tuple[int, ...]:
+    return tuple([plane.width for plane in spec.planes])
 
 
 def pack_tile(spec: KVSpec, num_tokens: int, raw: Bytes, out: Bytes) -> bool:
     """Pack one contiguous raw tile into `out`; False where it does not fit, and `out` holds garbage."""
-    return all(_pack_block(block, raw, out) for block in packed_blocks(spec, num_tokens))
+    return all(_pack_block(block, raw, out) for block in packed_blocks(_widths(spec), num_tokens))
 
 
 def unpack_tile(spec: KVSpec, num_tokens: int, packed: Bytes, out: Bytes) -> bool:
     """The inverse, into a contiguous raw tile; False for bytes that `pack_tile` does not write: more escapes than there
     is room for, or escapes of values that do not exist. `out` holds garbage then."""
-    return all(_unpack_block(block, packed, out) for block in packed_blocks(spec, num_tokens))
+    return all(_unpack_block(block, packed, out) for block in packed_blocks(_widths(spec), num_tokens))
 
 
 def fits_packed(spec: KVSpec, num_tokens: int, packed: Bytes) -> npt.NDArray[np.bool_]:
     """Of tiles (…, packed bytes) that a device has packed: whether each fits. The count of escapes says so."""
     good = np.ones(packed.shape[:-1], np.bool_)
-    for block in packed_blocks(spec, num_tokens):
+    for block in packed_blocks(_widths(spec), num_tokens):
         count = np.ascontiguousarray(packed[..., block.start : block.start + 4]).view(np.uint32)[..., 0]
         good &= count <= block.room
     return good
