@@ -260,7 +260,12 @@ def test_a_stage_that_fails_to_load_costs_the_prompt_its_hit(oracle: Oracle, poo
             def lend(self, chunks: Any, shard: Any) -> Any:
                 loan = real.lend(chunks, shard)
                 places = zip(chunks, loan.places, strict=True)
-                return Loan(loan.lease, [place if chunk.number < 1 else None for chunk, place in places], loan.sums)
+                return Loan(
+                    loan.lease,
+                    [place if chunk.number < 1 else None for chunk, place in places],
+                    loan.sums,
+                    loan.encodings,
+                )
 
             def read(self, chunks: Any, shard: Any, out: Any, **options: Any) -> Any:
                 statuses = real.read(chunks, shard, out, **options)

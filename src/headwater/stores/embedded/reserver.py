@@ -17,8 +17,7 @@ from headwater.kv.encoding import RAW, stored_extent_bytes
 from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
-from headwater.kv.topology import Split
-from headwater.stores.base import RootRef, SpaceRef, Status
+from headwater.stores.base import Form, RootRef, SpaceRef, Status
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.fill import empty_payload
 from headwater.stores.embedded.index import Entry
@@ -41,8 +40,6 @@ class Reserver:
     def __init__(self, core: Core) -> None:
         self.core = core
         self._index = core.index
-        self._encoding = RAW
-        """How the tiles of new chunks are stored."""
         self._exclusive = False
         """Of the transaction under way: whether it is for one filler alone."""
 
@@ -50,7 +47,7 @@ class Reserver:
         self,
         root: RootRef,
         chunks: Sequence[ChunkRef],
-        split: Split,
+        forms: Sequence[Form],
         deadline: float,
         begun: Collection[bytes] = (),
         *,
@@ -68,11 +65,11 @@ class Reserver:
             self._exclusive = exclusive
             home = self._ensure_root(root)
             # The chunk before, just looked at: the usual parent. Nothing is removed between one chunk and the next.
-            last = self._join_all(chunks[len(found) :], split, found) if home is not None else None
+            last = self._join_all(chunks[len(found) :], forms[len(found) :], found) if home is not None else None
             while len(found) < len(chunks):
-                chunk = chunks[len(found)]
+                chunk, form = chunks[len(found)], forms[len(found)]
                 may_make = chunk.key not in begun
-                outcome = Status.FULL if home is None else self._reserve_one(root, chunk, split, last, may_make)
+                outcome = Status.FULL if home is None else self._reserve_one(root, chunk, form, last, may_make)
                 if outcome is None:
                     return False
                 found.append(outcome)
@@ -86,7 +83,7 @@ class Reserver:
             found += [Status.TIMEOUT] * (len(chunks) - len(found))
         return found
 
-    def _join_all(self, chunks: Sequence[ChunkRef], split: Split, found: list[Outcome]) -> Entry | None:
+    def _join_all(self, chunks: Sequence[ChunkRef], forms: Sequence[Form], found: list[Outcome]) -> Entry | None:
         """Join the first chunks as long as each is pending for this group under the one before; the last of them.
 
         That is what every rank of a server but its first meets for whole prompts.
@@ -99,13 +96,13 @@ class Reserver:
         if parent is None or parent.state not in (PENDING, COMPLETE):
             return None
         entries = self.core.columns.find([chunk.key for chunk in chunks]).entries()
-        for chunk, entry in zip(chunks, entries, strict=True):
+        for chunk, form, entry in zip(chunks, forms, entries, strict=True):
             if entry is None or entry.state != PENDING or chunk.parent != parent.record.key:
                 break
             record = entry.record
             if record.parent_id != parent.record.id or record.group != members.group:
                 break
-            if not self._is_alike(record, split) or self.core.janitor.expired(entry):
+            if not self._is_alike(record, form) or self.core.janitor.expired(entry):
                 break
             joined.append(entry)
             parent = entry
@@ -180,7 +177,7 @@ class Reserver:
         return None
 
     def _reserve_one(
-        self, root: RootRef, chunk: ChunkRef, split: Split, last: Entry | None, may_make: bool
+        self, root: RootRef, chunk: ChunkRef, form: Form, last: Entry | None, may_make: bool
     ) -> Outcome | None:
         """None where another segment must be had first."""
         index = self._index
@@ -188,7 +185,7 @@ class Reserver:
         if parent is None or parent.state not in (PENDING, COMPLETE):
             return Status.NO_PARENT
         entry = index.find(chunk.key)
-        joined = self._join(entry, parent, split) if entry is not None else None
+        joined = self._join(entry, parent, form) if entry is not None else None
         if joined is not None:
             return joined
         if not may_make:
@@ -200,11 +197,11 @@ class Reserver:
             if entry is not None:
                 index.words[Word.ABORTED] += entry.record.parent_id == parent.record.id
                 self.core.janitor.remove([entry])
-            return self._reserve_new(root, chunk, split, parent)
+            return self._reserve_new(root, chunk, form, parent)
         finally:
             index.add_child(parent.cell, -1)
 
-    def _join(self, entry: Entry, parent: Entry, split: Split) -> Outcome | None:
+    def _join(self, entry: Entry, parent: Entry, form: Form) -> Outcome | None:
         """What a record that is there means for whoever wants to write; None where it is dead and must go."""
         record, members = entry.record, self.core.members
         if record.parent_id != parent.record.id:
@@ -215,20 +212,20 @@ class Reserver:
             return Status.EXISTS
         if self.core.janitor.expired(entry):
             return None
-        if record.group != members.group or not self._is_alike(record, split):
+        if record.group != members.group or not self._is_alike(record, form):
             return Status.BUSY
         return entry if members.publish(record.id) else Status.FULL
 
-    def _is_alike(self, record: Record, split: Split) -> bool:
+    def _is_alike(self, record: Record, form: Form) -> bool:
         """Whether a pending record is to be filled as this process would fill it."""
-        mine = (split.parts, split.interleave, self._encoding)
+        mine = (form.split.parts, form.split.interleave, form.encoding)
         alike = (record.parts, record.interleave, record.encoding) == mine
         return alike and not record.is_exclusive and not self._exclusive
 
-    def _reserve_new(self, root: RootRef, chunk: ChunkRef, split: Split, parent: Entry) -> Outcome | None:
+    def _reserve_new(self, root: RootRef, chunk: ChunkRef, form: Form, parent: Entry) -> Outcome | None:
         janitor, members, words = self.core.janitor, self.core.members, self._index.words
         spec = root.space.spec
-        length = stored_extent_bytes(spec, chunk.num_tokens, self._encoding)
+        length = stored_extent_bytes(spec, chunk.num_tokens, form.encoding)
         pending_limit = self.core.geometry.data_bytes // PENDING_SHARE
         if words[Word.PENDING] + length > pending_limit:
             janitor.sweep()
@@ -237,7 +234,7 @@ class Reserver:
         offset = janitor.allocate(length, evict=not self.core.can_grow)
         if offset < 0:
             return None if self.core.can_grow else Status.FULL
-        payload = empty_payload(spec, split, chunk)
+        payload = empty_payload(spec, form.split, chunk)
         now = time.time_ns()
         record = Record(
             key=chunk.key,
@@ -251,12 +248,12 @@ class Reserver:
             parent_cell=parent.cell,
             num_tokens=chunk.num_tokens,
             number=chunk.number,
-            num_sums=spec.num_tiles * split.parts,
-            interleave=split.interleave,
+            num_sums=spec.num_tiles * form.split.parts,
+            interleave=form.split.interleave,
             payload_bytes=len(payload),
-            parts=split.parts,
+            parts=form.split.parts,
             kind=CHUNK,
-            encoding=self._encoding,
+            encoding=form.encoding,
             chunk_tokens=root.space.chunk_tokens,
             row_bytes=spec.row_bytes,
             exclusive=int(self._exclusive),
