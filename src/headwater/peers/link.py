@@ -225,7 +225,7 @@ class PeerLink:
         """Send what is in the own pool already, whether it was noted here or not."""
         wanted = [i for i, state in enumerate(batch.states) if not state.is_final and not self._is_sent(batch, i)]
         if wanted:
-            loan = self._space.lend([batch.chunks[i] for i in wanted], self._mine)
+            loan = self._space.lend([batch.chunks[i] for i in wanted], self._mine).only(RAW)
             held = Held(loan, {number: row for row, number in enumerate(wanted)}, self._mine.layers)
             try:
                 for i, place in zip(wanted, held.loan.places, strict=True):
@@ -265,7 +265,7 @@ class PeerLink:
             if held is not None and held.has(numbers):
                 self._send_lent(batch, numbers, layers, layout, *held.part(numbers, layout.shard.layers))
                 continue
-            loan = self._space.lend([batch.chunks[i] for i in numbers], layout.shard)
+            loan = self._space.lend([batch.chunks[i] for i in numbers], layout.shard).only(RAW)
             try:
                 self._send_lent(batch, numbers, layers, layout, loan.places, loan.sums)
             finally:
