@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import HeadwaterError, PeerError, PeerGoneError, PeerRefusedError, PeerTimeoutError, WireError
+from headwater.kv.encoding import RAW
 from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress
 from headwater.peers.caller import LinkSettings, PeerCaller
