@@ -25,6 +25,9 @@ Table = npt.NDArray[np.int64]
 SUM_BYTES = 1024
 """What XXH3 adds up before it scrambles."""
 
+TABLES = 5
+"""Numbers of every span that a device has."""
+
 
 class PlaneRow(NamedTuple):
     """One plane of one layer: element (block, token, head, dim) lies at `address + Σ index × stride`, in bytes."""
@@ -95,10 +98,23 @@ class Spans:
     offset: Table
     """By span: rows of the first block that come before the span."""
     num_rows: Table
+    packed_bytes: Table | None = None
+    """By span: stored bytes of one packed tile, or 0 where tiles are raw. None: all are raw."""
+
+    def tile_bytes(self, token_bytes: int) -> Table:
+        """By span: bytes of one tile as it is stored; `token_bytes` are those of a raw row, all planes."""
+        raw = self.num_rows * token_bytes
+        return raw if self.packed_bytes is None else np.where(self.packed_bytes > 0, self.packed_bytes, raw)
+
+    def stored_before(self, token_bytes: int) -> Table:
+        """By span: bytes of one tile of each span before it. Times layers and heads that is where a compact staging
+        buffer has it."""
+        sizes = self.tile_bytes(token_bytes)
+        return np.cumsum(sizes) - sizes
 
     @cached_property
     def rows_before(self) -> Table:
-        """By span: rows of the spans before it, which is where it lies in a compact staging buffer."""
+        """By span: rows of the spans before it."""
         return np.cumsum(self.num_rows) - self.num_rows
 
     @cached_property
@@ -111,11 +127,12 @@ class Spans:
         """Rows of the longest span."""
         return int(self.num_rows.max())
 
-    def upload(self, device: torch.device) -> Tensor:
-        """All of it in one device tensor, on the current stream, without waiting: [4, spans] and then the blocks."""
-        parts = (self.first_block, self.offset, self.num_rows, self.rows_before, self.blocks)
-        flat = torch.from_numpy(np.concatenate(parts))
-        return fetch(flat, device)
+    def upload(self, device: torch.device, token_bytes: int) -> Tensor:
+        """All of it in one device tensor, on the current stream, without waiting: `TABLES` tables, one number a span in
+        each (first block, offset, rows, stored before, packed bytes), and then the blocks."""
+        packed = np.zeros_like(self.num_rows) if self.packed_bytes is None else self.packed_bytes
+        tables = (self.first_block, self.offset, self.num_rows, self.stored_before(token_bytes), packed)
+        return fetch(torch.from_numpy(np.concatenate((*tables, self.blocks))), device)
 
 
 class ExtentTarget(NamedTuple):
@@ -128,7 +145,7 @@ class ExtentTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class Compact:
-    """The extent side of all spans in one piece: `[span][layer][head][plane][token][dim]` without gaps."""
+    """The extent side of all spans in one piece: `[span][layer][head][stored tile]` without gaps."""
 
     address: int
     num_layers: int
@@ -138,10 +155,9 @@ class Compact:
 
     def targets(self, pages: Pages, spans: Spans, num_heads: int) -> list[ExtentTarget]:
         """The same, span by span."""
-        found = []
-        for before, rows in zip(spans.rows_before.tolist(), spans.num_rows.tolist(), strict=True):
-            tile = rows * pages.token_bytes
-            start = before * pages.token_bytes * self.num_layers + self.first_layer * tile
+        found, size = [], pages.token_bytes
+        for before, tile in zip(spans.stored_before(size).tolist(), spans.tile_bytes(size).tolist(), strict=True):
+            start = before * self.num_layers + self.first_layer * tile
             found.append(ExtentTarget(self.address + start * num_heads, num_heads * tile, tile))
         return found
 
@@ -191,8 +207,8 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the call moves."""
-        return self.spans.total_rows * self.pages.token_bytes * len(self.layers) * len(self.heads)
+        """Bytes on the extent side of the call."""
+        return int(self.spans.tile_bytes(self.pages.token_bytes).sum()) * len(self.layers) * len(self.heads)
 
 
 def gather_rows(move: Move) -> None:

@@ -103,7 +103,7 @@ class ConversionPlan:
     @cached_property
     def device_spans(self) -> Tensor:
         """The spans' numbers on the device."""
-        return self.spans.upload(self.view.device)
+        return self.spans.upload(self.view.device, self.view.pages.token_bytes)
 
 
 def plan_spans(view: PagedView, shard: Shard, spans: Sequence[PageSpan]) -> ConversionPlan:
