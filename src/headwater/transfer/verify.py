@@ -27,7 +27,7 @@ def staged_checksums(plan: ConversionPlan, flat: Tensor, num_layers: int, added_
     sums = torch.empty(shape, dtype=torch.int64, device=flat.device)
     for group, tiles in zip(plan.groups, plan.staged(flat, num_layers), strict=True):
         start, out = tiles.data_ptr() - flat.data_ptr(), sums[group.start : group.stop]
-        if added_up is not None and adds_up(plan.view.pages, int(plan.spans.num_rows[group.start]), start):
+        if added_up is not None and adds_up(plan.view.pages, plan.spans, group.start, start):
             finish_tiles(tiles, added_up[start // SUM_BYTES :], out)
         else:
             xxh3_tiles(tiles, out)
