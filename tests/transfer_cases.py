@@ -265,7 +265,7 @@ def check_sums(rng: random.Random, device: str, move_rows: Mover, finish: Callab
         for span, expected in zip(group, tiles.cpu().numpy(), strict=True):
             naive = naive_tiles(view, data, shard, spans[span])[[shard.layers.index(layer) for layer in layers]]
             assert np.array_equal(expected, naive)
-        if adds_up(view.pages, int(plan.spans.num_rows[group.start]), start):
+        if adds_up(view.pages, plan.spans, group.start, start):
             out = torch.zeros(tiles.shape[:-1], dtype=torch.int64, device=device)
             finish(tiles, sums[start // SUM_BYTES :], out)
             wanted = [
