@@ -16,16 +16,23 @@ from headwater.kv.format import checksum
 from headwater.stores.embedded.index import Entry, Index
 from headwater.stores.embedded.layout import (
     CELL,
+    CHILDREN,
     FREE,
     HEAD_BYTES,
+    MAGIC_AT,
+    NUM_TAILS,
+    PENDING,
+    RECORD_MAGIC,
     REMAINING,
     WORDS_PER_CELL,
     Record,
     iter_records,
+    state_word,
 )
 
 _FIXED_BYTES = 128
 _STATE = np.uint64(7)
+_NO_TAILS = (0,) * NUM_TAILS
 
 
 class FoundRecords(NamedTuple):
@@ -74,6 +81,29 @@ class Columns:
         return counts
 
     # ---- under the write lock -----------------------------------------------------------------------------------
+    def insert(self, first: int, records: Sequence[Record], now_ns: int) -> list[Entry]:
+        """Place pending records of one size, of which nothing is noted, side by side in cells that were claimed, each
+        but the last the parent of the next; and make them findable."""
+        index, count, need = self._index, len(records), records[0].num_cells
+        cells = first + need * np.arange(count)
+        fixed = [record.pack() for record in records]
+        words = [state_word(raw, PENDING) for raw in fixed]
+        head = np.zeros((count, HEAD_BYTES // 8), np.uint64)
+        head[:-1, CHILDREN // 8] = 1
+        head[:, REMAINING // 8] = records[0].num_sums
+        head[:, MAGIC_AT // 8] = RECORD_MAGIC
+        head[:, CELL // 8 :] = np.frombuffer(b"".join(fixed), "<u8").reshape(count, -1)
+        whole = index.state_column[first * WORDS_PER_CELL : (first + need * count) * WORDS_PER_CELL].reshape(count, -1)
+        whole[:, head.shape[1] :] = 0
+        whole[:, : head.shape[1]] = head
+        index.touch_all(cells, now_ns)
+        whole[:, 0] = words
+        found = list[Entry]()
+        for cell, record, word in zip(cells.tolist(), records, words, strict=True):
+            index.link(cell, record.key)
+            found.append(Entry(cell, PENDING, record, _NO_TAILS, word))
+        return found
+
     def put(
         self, entries: Sequence[Entry], numbers: npt.NDArray[np.int64], sums: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_]:
