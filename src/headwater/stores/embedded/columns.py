@@ -110,18 +110,33 @@ class Columns:
         """Note checksums `numbers` of many pending records of one shape, a row of `sums` for each; for which that was
         done. The others are as they were: no longer pending, or with some of these checksums already."""
         index = self._index
-        heap, column = index.heap_bytes, index.state_column
         cells = np.array([entry.cell for entry in entries], np.int64)
-        words = np.array([entry.word for entry in entries], np.uint64)
-        places = cells[:, None] * CELL + (_flags_at(entries[0].record) + numbers)
-        fresh: npt.NDArray[np.bool_] = (column[cells * WORDS_PER_CELL] == words) & ~(heap[places] == 1).any(axis=1)
-        cells, places = cells[fresh], places[fresh]
-        # In this order, as always: who dies in between leaves sums without flags, and counts that are made anew.
-        column[(cells * WORDS_PER_CELL + HEAD_BYTES // 8)[:, None] + numbers] = sums[fresh]
-        heap[places] = 1
-        remaining, at = heap.view("<u4"), cells * (CELL // 4) + REMAINING // 4
+        # Sums before flags, as always: who dies in between leaves sums without flags, and counts that are made anew.
+        if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1:
+            first = int(numbers[0])
+            fresh = np.array([self._put_run(entry, first, row) for entry, row in zip(entries, sums, strict=True)])
+        else:
+            heap, column = index.heap_bytes, index.state_column
+            words = np.array([entry.word for entry in entries], np.uint64)
+            places = cells[:, None] * CELL + (_flags_at(entries[0].record) + numbers)
+            fresh = (column[cells * WORDS_PER_CELL] == words) & ~(heap[places] == 1).any(axis=1)
+            column[(cells[fresh] * WORDS_PER_CELL + HEAD_BYTES // 8)[:, None] + numbers] = sums[fresh]
+            heap[places[fresh]] = 1
+        remaining, at = index.heap_bytes.view("<u4"), cells[fresh] * (CELL // 4) + REMAINING // 4
         remaining[at] = np.maximum(remaining[at].astype(np.int64) - len(numbers), 0)
         return fresh
+
+    def _put_run(self, entry: Entry, first: int, sums: npt.NDArray[np.uint64]) -> bool:
+        """`put` of one record's checksums that lie together: a slice is faster than a place for each."""
+        index, word = self._index, entry.cell * WORDS_PER_CELL
+        at = entry.cell * CELL + _flags_at(entry.record) + first
+        flags = index.heap_bytes[at : at + len(sums)]
+        if index.state_words[word] != entry.word or 1 in flags.tobytes():
+            return False
+        word += HEAD_BYTES // 8 + first
+        index.state_column[word : word + len(sums)] = sums
+        flags[:] = 1
+        return True
 
     def complete(self, entries: Sequence[Entry]) -> list[Entry]:
         """Turn pending records complete that have every checksum; which ones."""
