@@ -36,6 +36,8 @@ log = logging.getLogger("headwater")
 
 _FRAME_BYTES = 64 << 20
 """Of one data frame, about: what the peer notes and shows at a time, where the saver's groups are not smaller."""
+_WRITE_BYTES = 128 << 20
+"""The same of a one-sided write, which costs a question before it."""
 _DIVIDED_BYTES = 8 << 20
 """From how much on a group of layers is divided among connections."""
 _PATIENCE_S = 60.0
@@ -248,10 +250,14 @@ class PeerLink:
                 batch.ready[i].clear()
         for run, some in runs.items():
             layer_bytes = len(self._mine.heads) * self._space.spec.tile_bytes(self._space.chunk_tokens) * len(some)
-            step = max(1, _FRAME_BYTES // layer_bytes)
+            step = max(1, self._frame_bytes // layer_bytes)
             for first in range(run.start, run.stop, step):
                 self._send_layers(batch, some, range(first, min(first + step, run.stop)), held)
         self._writes.finish()
+
+    @property
+    def _frame_bytes(self) -> int:
+        return _FRAME_BYTES if self._talk.writer is None else _WRITE_BYTES
 
     def _send_layers(self, batch: PushBatch, wanted: Sequence[int], layers: range, held: Held | None) -> None:
         """Send a group of layers of some chunks. A chunk that is not in the own pool any more is given up."""
@@ -282,7 +288,7 @@ class PeerLink:
     ) -> None:
         """Send lent tiles in frames, over all connections; what could not be lent is given up."""
         found = [(row, place) for row, place in enumerate(places) if place is not None]
-        most = max(1, _FRAME_BYTES // layout.num_bytes)
+        most = max(1, self._frame_bytes // layout.num_bytes)
         if self._talk.extra.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
             most = min(most, -(-len(found) // (self._talk.extra.count + 1)))
         try:
