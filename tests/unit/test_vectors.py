@@ -6,11 +6,9 @@ that fails here after a change of src means that stored data is lost or, worse, 
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -41,6 +39,8 @@ from headwater.stores.embedded.layout import Geometry, Record, Word, cells_for, 
 from headwater.stores.host import boot_id
 from headwater.stores.remote.manifest import Manifest, is_of_other_version
 
+from support import second_implementation
+
 VECTORS = Path(__file__).parents[1] / "vectors"
 STATES = {"pending": layout.PENDING, "complete": layout.COMPLETE, "evicting": layout.EVICTING, "limbo": layout.LIMBO}
 
@@ -60,13 +60,7 @@ PACKED_BYTES = np.frombuffer((VECTORS / "packed.bin").read_bytes(), np.uint8)
 @pytest.fixture(scope="module")
 def second() -> ModuleType:
     """The second implementation."""
-    spec = importlib.util.spec_from_file_location("headwater_vectors", VECTORS / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return second_implementation()
 
 
 def test_the_committed_files_are_what_the_generator_makes(second: ModuleType) -> None:
