@@ -181,6 +181,30 @@ def test_every_bit_pattern_comes_back(exponents: list[int], seed: int) -> None:
     assert back.tobytes() == raw.tobytes()
 
 
+@pytest.mark.parametrize("low", [0, 1, 13, 14])
+def test_infinities_beside_small_exponents_are_escapes(low: int) -> None:
+    """Though `base - 255` in 8 bits is a code that others have."""
+    spec, exponents = make_spec(8), np.full((16, 8), low)
+    exponents[3, 5] = exponents[9, 0] = 255
+    raw = as_tile(patterns(np.random.default_rng(low), exponents))
+    out, back = np.empty(packed_tile_bytes(spec, 16), np.uint8), np.empty_like(raw)
+    assert pack_tile(spec, 16, raw, out)
+    assert out[:4].view(np.uint32)[0] == 2
+    assert unpack_tile(spec, 16, out, back)
+    assert back.tobytes() == raw.tobytes()
+
+
+@pytest.mark.parametrize("num_tokens", [*range(1, 40), 63, 64, 65, 255])
+def test_the_base_is_the_largest_exponent_whichever_row_has_it(num_tokens: int) -> None:
+    for row in range(num_tokens):
+        exponents = np.full((num_tokens, 2), 100)
+        exponents[row] = 101
+        out = np.empty(packed_size((2,), num_tokens), np.uint8)
+        assert pack_tile(make_spec(2), num_tokens, as_tile(exponents << 7), out)
+        (block,) = packed_blocks((2,), num_tokens)
+        assert out[block.bases : block.signs].tolist() == [101, 101]
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "width"), [(16, 8), (13, 6), (128, 16), (255, 16), (256, 64), (256, 128), (100, 130), (33, 576)]
 )
@@ -200,6 +224,7 @@ def test_a_block_has_room_for_so_many_escapes_and_no_more(num_tokens: int, width
     assert escapes_of(plane) == 0
     assert pack_tile(spec, num_tokens, as_tile(plane), out)
     assert [int(out[b.start : b.start + 4].view(np.uint32)[0]) for b in blocks] == [b.room for b in blocks]
+    assert fits_packed(spec, num_tokens, out)
     assert unpack_tile(spec, num_tokens, out, back)
     assert back.tobytes() == as_tile(plane).tobytes()
     for block in blocks:
@@ -223,6 +248,7 @@ def test_a_tile_of_nothing_but_escapes_does_not_fit() -> None:
 
 # ---- sizes ------------------------------------------------------------------------------------------------------
 @given(WIDTHS, st.integers(1, 5000))
+@example((16,), 4)  # as many bytes as raw
 def test_blocks_lie_one_after_another_and_cover_every_channel_once(widths: tuple[int, ...], num_tokens: int) -> None:
     blocks, second = packed_blocks(widths, num_tokens), second_implementation()
     starts = [block.start for block in blocks] + [packed_size(widths, num_tokens)]
