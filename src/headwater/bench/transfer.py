@@ -13,6 +13,7 @@ from typing import Any
 from headwater.bench.measure import Note, machine
 from headwater.bench.store import Bar
 from headwater.bench.transfer_gpu import TransferBench, bench_transfer
+from headwater.bench.transfer_packed import bench_packed
 
 QUICK = TransferBench(
     num_layers=2,
@@ -35,6 +36,10 @@ BARS = (
     Bar("equal_topology_ratio", True, 0.97, "equal_topology_noise"),
     Bar("interference", False, 1.02, "interference_noise"),
     Bar("interference_switch_interval_left_alone", False, 1.05, "interference_noise"),
+    Bar("packed_load_vs_bus", True, 1.25, "packed_load_noise"),
+    Bar("packed_save_vs_bus", True, 1.25, "packed_save_noise"),
+    Bar("packed_share", False, 0.76, None),
+    Bar("packed_interference", False, 1.03, "packed_interference_noise"),
 )
 FIGURES = (*(bar.figure for bar in BARS), "save_fixed_ms", "load_fixed_ms")
 
@@ -50,6 +55,7 @@ def run(bench: TransferBench, note: Note = lambda text: None, device: str = "cud
     else:
         report |= {"gpu": torch.cuda.get_device_name() if device == "cuda" else device, "gpu_reason": None}
         report |= bench_transfer(bench, note, torch.device(device))
+        report |= bench_packed(bench, note, torch.device(device))
     report["bars"] = {bar.figure: {"limit": bar.limit, "verdict": _verdict(bar, report, bench)} for bar in BARS}
     return report
 

@@ -367,6 +367,9 @@ _TRANSFER_ROWS = (
     ("a copy per head and token, s ({naive_note})", "naive_save_s"),
     ("  of one large copy", "naive_ratio"),
     ("saved beside matrix products, GB/s", "interference_saving_gbps"),
+    ("packed: raw bytes saved, GB/s", "packed_save_gbps"),
+    ("  loaded, GB/s", "packed_load_gbps"),
+    ("  saved beside matrix products, GB/s", "packed_interference_saving_gbps"),
 )
 
 

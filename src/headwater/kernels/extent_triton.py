@@ -15,13 +15,24 @@ import torch
 import triton
 import triton.language as tl
 
-from headwater.kernels.extent import SUM_BYTES, Compact, Move, adds_up, ceil_div, common_alignment, next_power_of_2
+from headwater.kernels.dispatch import require
+from headwater.kernels.extent import (
+    SUM_BYTES,
+    TABLES,
+    Compact,
+    Move,
+    ceil_div,
+    common_alignment,
+    next_power_of_2,
+)
 from headwater.kernels.post import fetch
 from headwater.kernels.xxh3_triton import add_up, xxh3_keys
 
 _UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 _MAX_COLUMNS_BYTES = 4096
+
+_TABLES = tl.constexpr(TABLES)
 
 _NUMBERS = [
     "num_spans",
@@ -55,11 +66,14 @@ SCATTER = CopyConfig(heads=8)
 def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = None) -> None:
     """Either direction, in one launch on the current stream."""
     move.check()
+    require(not move.spans.has_packed, "raw spans")
     pages, spans, config = move.pages, move.spans, config or (SCATTER if scatter else GATHER)
     if not move.num_bytes:
         return
     num_spans, num_heads = len(spans.num_rows), len(move.heads)
-    device_spans = spans.upload(pages.device) if move.device_spans is None else move.device_spans
+    device_spans = move.device_spans
+    if device_spans is None:
+        device_spans = spans.upload(pages.device, pages.token_bytes)
     staged_layers, first_staged = 0, 0
     if isinstance(move.staged, Compact):
         address, targets = move.staged.address, device_spans
@@ -75,7 +89,7 @@ def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = N
     heads = min(next_power_of_2(num_heads), config.heads if sums is None else 1)
     tokens = max(1, config.tile_bytes // (columns * unit * heads))
     tokens = min(tokens, next_power_of_2(spans.max_rows))
-    has_sums = sums is not None and isinstance(move.staged, Compact) and adds_up(pages, SUM_BYTES, 0)
+    has_sums = sums is not None and isinstance(move.staged, Compact) and pages.adds_up
     if has_sums:
         tokens = max(tokens, SUM_BYTES // max(pages.row_bytes))
     token_blocks = ceil_div(spans.max_rows, tokens)
@@ -161,14 +175,14 @@ def _move_kernel(
     # Rows may begin in the middle of a block; every row finds its own.
     place = tl.load(spans + num_spans + span) + row
     block_at = tl.load(spans + span) + place // BLOCK_SIZE
-    block = tl.load(spans + 4 * num_spans + block_at, mask=valid, other=0)
+    block = tl.load(spans + _TABLES * num_spans + block_at, mask=valid, other=0)
     in_cache = tl.load(plane) + block * tl.load(plane + 1) + place % BLOCK_SIZE * tl.load(plane + 2)
     in_cache += (first_head + head) * tl.load(plane + 3)
 
     tile_bytes = num_rows * token_bytes
     if COMPACT:
         before = tl.load(spans + 3 * num_spans + span)
-        in_staging = before * staged_layers * token_bytes + (first_staged + layer) * tile_bytes
+        in_staging = before * staged_layers + (first_staged + layer) * tile_bytes
         in_extent = address + in_staging * num_heads + head * tile_bytes
     else:
         target = targets + span * 3
@@ -185,7 +199,7 @@ def _move_kernel(
         here = tl.load(cache_rows[:, None] + unit_column[None, :], mask=valid[:, None], other=0)
         tl.store(extent_rows[:, None] + unit_column[None, :], here, mask=valid[:, None])
         in_tile = tl.load(plane + 6) * num_rows + first_row * row_bytes
-        before_tile = tl.load(spans + 3 * num_spans + span) * staged_layers * token_bytes * num_heads
+        before_tile = tl.load(spans + 3 * num_spans + span) * staged_layers * num_heads
         before_tile += ((first_staged + layer) * num_heads + tl.program_id(2)) * tile_bytes
         kib = tl.arange(0, TOKENS * COLUMNS // 128)
         words = tl.reshape(here, (TOKENS * COLUMNS // 128, 64, 2)).to(tl.uint64, bitcast=True)

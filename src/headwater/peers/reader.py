@@ -28,7 +28,7 @@ from headwater.errors import (
 from headwater.kv.encoding import stored_extent_bytes, stored_tile_bytes
 from headwater.kv.format import checksum, gather_part, part_rows
 from headwater.kv.hashing import ChunkRef
-from headwater.kv.topology import WHOLE, Shard, Split
+from headwater.kv.topology import Shard
 from headwater.locks import ForkSafeLock
 from headwater.peers.channels import Channels, ChannelSettings
 from headwater.peers.follow import PeerFollower
@@ -45,7 +45,9 @@ from headwater.peers.pulling import Got, Wanted, judge, pull
 from headwater.peers.wire import Refusal, Type
 from headwater.stores.base import (
     Filling,
+    Form,
     Lease,
+    Packing,
     Piece,
     Progress,
     RootRef,
@@ -89,6 +91,7 @@ class PeerStore:
 
     mapped = None
     has_lower_tiers = False
+    packing = Packing.OFF
     max_extent_bytes = max_pending_bytes = 1 << 62
 
     def __init__(self, url: StoreUrl, channels: Channels) -> None:
@@ -136,9 +139,9 @@ class PeerStore:
         """See `stores.base.Store.exists`."""
         return [bool(age) for age in self._used(root.space, chunks)]
 
-    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
-        """See `stores.base.Source.splits`: tiles travel whole, however the peer stores them."""
-        return [WHOLE if age else None for age in self._used(self._space, chunks)]
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """See `stores.base.ChunkSource.forms`: tiles travel whole, however the peer stores them."""
+        return [Form() if age else None for age in self._used(self._space, chunks)]
 
     def ages(self, keys: Sequence[bytes]) -> list[int]:
         """See `stores.base.Store.ages`: as the peer said when it was asked whether it has them."""
@@ -323,7 +326,7 @@ class PeerStore:
         try:
             found = json.loads(meta)
             names = [field.name for field in fields(StoreStats) if field.name not in ("url", "tiers")]
-            figures: dict[str, Any] = {name: int(found[name]) for name in names}
+            figures: dict[str, Any] = {name: int(found[name]) for name in names if name in found}
             return StoreStats(str(self.url), **figures)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise WireError("a peer's figures cannot be read") from error
@@ -396,7 +399,7 @@ class PeerStore:
 def _wanted(spec: Any, piece: Piece) -> Wanted:
     """The whole tiles that a piece needs: its own memory, or scratch memory where it has parts of tiles."""
     if piece.shard.split.parts == 1:
-        return Wanted(*piece[:3])
+        return Wanted(piece.chunk, piece.shard, piece.tiles)
     shape = len(piece.shard.layers), len(piece.shard.heads), stored_tile_bytes(spec, piece.chunk.num_tokens)
     return Wanted(piece.chunk, piece.shard, np.empty(shape, np.uint8))
 

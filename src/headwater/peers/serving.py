@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import PeerTimeoutError, WireError
-from headwater.kv.encoding import stored_extent_bytes
+from headwater.kv.encoding import RAW, stored_extent_bytes
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.peers.carriers.tcp import Connection
@@ -139,7 +139,7 @@ class PullSession(PeerSession):
         deadline = time.monotonic() + min(read.within_ms / 1000, _LONGEST_READ_S)
         root, chunks, shard = self._root(read.chunks[0].root), read.chunks, read.shard
         mapped = self._store.mapped
-        loan = None if mapped is None else mapped.lend(root, chunks, shard)
+        loan = None if mapped is None else mapped.lend(root, chunks, shard).only(RAW)
         try:
             places: Sequence[Place | None] = [None] * len(chunks) if loan is None else loan.places
             rest = [i for i, place in enumerate(places) if place is None]
