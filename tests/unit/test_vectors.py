@@ -31,7 +31,8 @@ from headwater.models.config_hf import config_from_hf
 from headwater.models.context import StepContext
 from headwater.models.decoder import Decoder, build_model
 from headwater.pool import Pool, open_pool
-from headwater.pool.space import Space, tenant_tag
+from headwater.pool.space import Space
+from headwater.pool.tenants import tenant_tag
 from headwater.stores import open_store
 from headwater.stores.base import Status
 from headwater.stores.embedded import layout
