@@ -163,7 +163,7 @@ def random_packed_case(
     """Any layout, block size, part of the layers and heads, and lengths; most spans are packed, and the first one."""
     spec = spec or rng.choice(PACKED_SPECS)
     block_size = block_size or rng.choice((1, 3, 16, 20, 32))
-    counts = num_rows or [rng.randint(3, 40) for _ in range(rng.randint(1, 4))]
+    counts = num_rows or [rng.choice((3, rng.randint(3, 20), rng.randint(20, 40))) for _ in range(rng.randint(1, 3))]
     offsets = [rng.randrange(block_size) for _ in counts]
     needed = [-(-(offset + rows) // block_size) for offset, rows in zip(offsets, counts, strict=True)]
     num_blocks = sum(needed) + 3

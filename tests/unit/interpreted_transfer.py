@@ -51,7 +51,7 @@ PACKINGS = [(PackConfig(), UnpackConfig()), (PackConfig(8), UnpackConfig(8, step
 
 
 @pytest.mark.parametrize(("pack", "unpack"), PACKINGS, ids=["held", "in steps"])
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**31))
 def test_packed_moves(pack, unpack, seed):
     check_pack(random.Random(seed), "cpu", partial(move_rows_triton, packing=pack), fits=packed_fits_triton)
@@ -59,7 +59,7 @@ def test_packed_moves(pack, unpack, seed):
 
 
 @pytest.mark.parametrize("unpack", [unpack for _, unpack in PACKINGS], ids=["at once", "in parts"])
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**31))
 def test_hostile_tiles(unpack, seed):
     check_hostile(random.Random(seed), "cpu", partial(move_rows_triton, packing=unpack))

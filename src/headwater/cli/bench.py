@@ -343,6 +343,9 @@ _TRANSFER_ROWS = (
     ("a copy per head and token, s ({naive_note})", "naive_save_s"),
     ("  of one large copy", "naive_ratio"),
     ("saved beside matrix products, GB/s", "interference_saving_gbps"),
+    ("a copy on the device, GB/s read and written", "device_copy_gbps"),
+    ("  packed between cache and staging, GB/s of raw KV", "pack_gbps"),
+    ("  unpacked", "unpack_gbps"),
 )
 
 
