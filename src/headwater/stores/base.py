@@ -188,6 +188,8 @@ class Arrived(NamedTuple):
     num_layers: int
     """Of the layers that were asked for: how many can be lent, from the first on."""
     is_complete: bool
+    encoding: int = RAW
+    """How its tiles are stored."""
 
     @property
     def is_announced(self) -> bool:
@@ -334,6 +336,10 @@ class MappedStore(Store, Protocol):
     def segment(self, number: int) -> Tiles | None:
         """All bytes of one segment, which gets its storage now if it had none; None where there is none to be had. Slow
         for a new one: for whoever wants all of them ready before they are needed."""
+
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """How each complete chunk's tiles are stored where chunks are written; None where it is not there, or in an
+        encoding that nobody can use here."""
 
     def arrived(self, chunks: Sequence[ChunkRef], shard: Shard, spec: KVSpec) -> list[Arrived]:
         """How far each chunk has come for this shard. Takes no lock and holds nothing: `lend` decides. Chunks whose
