@@ -254,6 +254,7 @@ class PeerLink:
         wants them: take that back, and announce them once more with the next step."""
         moved = batch.move_from(first, is_early=is_early)
         self._counts["chunks_moved"] += len(moved.chunks)
+        self._counts["chunks_dropped"] += moved.states.count(Sent.DROPPED)
         self._abort(batch, first)
         if moved.is_open:
             self._follow(moved)
