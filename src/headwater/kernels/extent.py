@@ -1,8 +1,8 @@
 """Moving KV between a paged cache and extent order: many spans, many layers, every plane and head in one call.
 
-Here are the numbers that say where both sides lie, and the dispatch. Extent order is `[layer][head][plane][token]
-[dim]`; a *span* is a run of consecutive rows of one request's blocks. What a request, a chunk or a shard is, is known
-to callers only, and so is whether the memory behind an address exists.
+Here are the numbers that say where both sides lie, and the dispatch. Extent order is `[layer][head][tile]`, and a tile
+is `[plane][token][dim]` or packed (`kv.packing`); a *span* is a run of consecutive rows of one request's blocks. What a
+request, a chunk or a shard is, is known to callers only, and so is whether the memory behind an address exists.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.dispatch import require, triton_missing_reason
+from headwater.kernels.pack import packed_bytes
 from headwater.kernels.post import fetch
 
 Table = npt.NDArray[np.int64]
@@ -87,6 +88,17 @@ class Pages:
         """Bytes of one token of one head: all planes."""
         return sum(self.row_bytes)
 
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Elements of a row, of each plane."""
+        return tuple(row // element for row, element in zip(self.row_bytes, self.element_bytes, strict=True))
+
+    @cached_property
+    def adds_up(self) -> bool:
+        """Whether a gather can leave sums at all: rows of one length, which divides a KiB."""
+        row = self.row_bytes[0]
+        return self.dense and self.alignment >= 8 and set(self.row_bytes) == {row} and SUM_BYTES % row == 0
+
 
 @dataclass(frozen=True)
 class Spans:
@@ -111,6 +123,16 @@ class Spans:
         buffer has it."""
         sizes = self.tile_bytes(token_bytes)
         return np.cumsum(sizes) - sizes
+
+    @cached_property
+    def has_packed(self) -> bool:
+        """Whether tiles of any span are packed."""
+        return self.packed_bytes is not None and bool(self.packed_bytes.any())
+
+    @cached_property
+    def has_raw(self) -> bool:
+        """Whether tiles of any span are raw."""
+        return self.packed_bytes is None or not self.packed_bytes.all()
 
     @cached_property
     def rows_before(self) -> Table:
@@ -176,7 +198,7 @@ class Move:
     """What `spans.upload` returned, where it has been uploaded before."""
     sums: Tensor | None = None
     """Of a gather into compact staging on CUDA: where to leave what XXH3 adds up of every KiB of it, int64 [KiB, 8],
-    as far as tiles lie so (`adds_up`)."""
+    as far as tiles are raw and lie so (`adds_up`)."""
 
     def check(self) -> None:
         """Raise InvalidArgumentError where the numbers cannot belong together. Memory is not looked at."""
@@ -197,6 +219,15 @@ class Move:
         else:
             num_spans = len(self.spans.num_rows)
             require(len(self.staged) == num_spans, f"one target for each of {num_spans} spans", given=len(self.staged))
+        if self.spans.packed_bytes is not None:
+            self._check_packed(self.spans.packed_bytes)
+
+    def _check_packed(self, sizes: Table) -> None:
+        require(len(sizes) == len(self.spans.num_rows), f"{len(self.spans.num_rows)} packed sizes", given=len(sizes))
+        halves = set(self.pages.element_bytes) == {2}
+        for rows, size in set(zip(self.spans.num_rows.tolist(), sizes.tolist(), strict=True)):
+            expected = packed_bytes(self.pages.widths, rows) if halves else 0
+            require(size in (0, expected), f"0 or {expected} bytes for a packed tile of {rows} rows", given=size)
 
     @property
     def targets(self) -> Sequence[ExtentTarget]:
@@ -212,31 +243,28 @@ class Move:
 
 
 def gather_rows(move: Move) -> None:
-    """Copy from the cache into extent order. On CUDA one launch, which does not wait; on the CPU a few strided copies.
+    """Copy from the cache into extent order, packing where spans are packed. On CUDA one launch for the raw spans and
+    one for the packed ones, which do not wait; on the CPU a few strided copies, and every packed tile by itself.
 
-    Raises InvalidArgumentError for numbers that do not fit together. Addresses are trusted: one that is wrong ends
-    the process, or on CUDA the context.
+    A tile that does not fit (`pack.packed_fits`) holds garbage. Raises InvalidArgumentError for numbers that do not fit
+    together. Addresses are trusted: one that is wrong ends the process, or on CUDA the context.
     """
     _implementation(move.pages.device)(move, scatter=False)
 
 
 def scatter_rows(move: Move) -> None:
     """Copy from extent order into the cache: the inverse of `gather_rows`. Bytes of no row of a span stay as they
-    are. If two spans name one row, one of them wins."""
+    are. If two spans name one row, one of them wins. A packed tile that `gather_rows` did not write leaves anything in
+    the rows of its span, and nothing elsewhere."""
     _implementation(move.pages.device)(move, scatter=True)
 
 
-def adds_up(pages: Pages, num_rows: int, bytes_before: int) -> bool:
-    """Whether a gather that has `sums` leaves those of spans of that length, with so many bytes before them: every
-    plane of every tile must be whole KiB, and a row divide a KiB."""
-    row = pages.row_bytes[0]
-    return (
-        pages.dense
-        and pages.alignment >= 8
-        and set(pages.row_bytes) == {row}
-        and SUM_BYTES % row == 0
-        and num_rows * row % SUM_BYTES == bytes_before % SUM_BYTES == 0
-    )
+def adds_up(pages: Pages, spans: Spans, span: int, bytes_before: int) -> bool:
+    """Whether a gather that has `sums` leaves those of a span with so many bytes before it: it is raw, and every plane
+    of every tile is whole KiB."""
+    is_raw = spans.packed_bytes is None or not spans.packed_bytes[span]
+    plane_bytes = int(spans.num_rows[span]) * pages.row_bytes[0]
+    return is_raw and pages.adds_up and plane_bytes % SUM_BYTES == bytes_before % SUM_BYTES == 0
 
 
 def common_alignment(numbers: Iterable[int]) -> int:

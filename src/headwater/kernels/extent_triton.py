@@ -15,12 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from headwater.kernels.dispatch import require
 from headwater.kernels.extent import (
     SUM_BYTES,
     TABLES,
     Compact,
     Move,
-    adds_up,
     ceil_div,
     common_alignment,
     next_power_of_2,
@@ -66,6 +66,7 @@ SCATTER = CopyConfig(heads=8)
 def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = None) -> None:
     """Either direction, in one launch on the current stream."""
     move.check()
+    require(not move.spans.has_packed, "raw spans")
     pages, spans, config = move.pages, move.spans, config or (SCATTER if scatter else GATHER)
     if not move.num_bytes:
         return
@@ -88,7 +89,7 @@ def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = N
     heads = min(next_power_of_2(num_heads), config.heads if sums is None else 1)
     tokens = max(1, config.tile_bytes // (columns * unit * heads))
     tokens = min(tokens, next_power_of_2(spans.max_rows))
-    has_sums = sums is not None and isinstance(move.staged, Compact) and adds_up(pages, SUM_BYTES, 0)
+    has_sums = sums is not None and isinstance(move.staged, Compact) and pages.adds_up
     if has_sums:
         tokens = max(tokens, SUM_BYTES // max(pages.row_bytes))
     token_blocks = ceil_div(spans.max_rows, tokens)

@@ -95,19 +95,16 @@ class Conversation:
         self._last_sent_s = time.monotonic()
         return number
 
-    def exchange(self, kind: Type, meta: bytes) -> tuple[int, bytes]:
-        """A request whose answer is awaited here, before those that came in front of it are looked at: its number, and
-        the answer."""
+    def await_answer(self, answered: Answered) -> bytes:
+        """The answer of which `answered` would be told, before those that came in front of it are looked at."""
         assert self.connection is not None
-        answers: list[bytes] = []
-        mine, deadline = answers.append, self.deadline(0)
-        number = self.request(kind, meta, mine)
+        deadline = self.deadline(0)
         while True:
             self.collect()
             for entry in self._answers:
-                if entry[0] is mine:
+                if entry[0] is answered:
                     self._answers.remove(entry)
-                    return number, entry[1]
+                    return entry[1]
             if not self.connection.is_readable(max(0.0, deadline - time.monotonic())):
                 raise PeerTimeoutError("the peer did not answer in time")
 

@@ -170,7 +170,8 @@ class Landing:
                     found[i] = self._part(filling, session, owned, reservation, place)
                     continue
                 refused.append(reservation)
-        space.close_all(refused)
+        if refused:
+            space.close_all(refused)
 
     @staticmethod
     def _look_at(space: Space, opened: Sequence[Reservation]) -> tuple[list[Place | None], dict[int, int]]:

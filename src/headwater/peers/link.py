@@ -26,7 +26,6 @@ from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress
 from headwater.peers.caller import LinkSettings, PeerCaller
 from headwater.peers.conversation import Conversation
-from headwater.peers.exposing import Targets, encode_written
 from headwater.peers.outgoing import (
     PushBatch,
     PushTransfer,
@@ -37,13 +36,16 @@ from headwater.peers.outgoing import (
 )
 from headwater.peers.tiles import Held, Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Put, Refusal, Stop, Type, encode_frame
+from headwater.peers.write_queue import WriteQueue
 from headwater.pool.space import Space
-from headwater.stores.base import Loan, Place, Status
+from headwater.stores.base import Loan, Status
 
 log = logging.getLogger("headwater")
 
 _FRAME_BYTES = 64 << 20
 """Of one data frame, about: what the peer notes and shows at a time, where the saver's groups are not smaller."""
+_WRITE_BYTES = 128 << 20
+"""The same of a one-sided write, which costs a question before it."""
 _DIVIDED_BYTES = 8 << 20
 """From how much on a group of layers is divided among connections."""
 _PATIENCE_S = 60.0
@@ -78,8 +80,7 @@ class PeerLink:
         self.dead_until = 0.0
         self._inbox: deque[Task] = deque()
         self._talk = Conversation(address, caller, settings)
-        self._written: tuple[int, Callable[[bytes], None]] | None = None
-        """A write that is over, of which the peer has not been told."""
+        self._writes = WriteQueue(self._talk, counts, self._while_writing)
         self._batches: list[PushBatch] = []
         self._by_key: dict[bytes, list[tuple[PushBatch, int]]] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -295,10 +296,14 @@ class PeerLink:
                 batch.ready[i].clear()
         for run, some in runs.items():
             layer_bytes = len(self._mine.heads) * self._space.spec.tile_bytes(self._space.chunk_tokens) * len(some)
-            step = max(1, _FRAME_BYTES // layer_bytes)
+            step = max(1, self._frame_bytes // layer_bytes)
             for first in range(run.start, run.stop, step):
                 self._send_layers(batch, some, range(first, min(first + step, run.stop)), held)
-        self._say_written()
+        self._writes.finish()
+
+    @property
+    def _frame_bytes(self) -> int:
+        return _FRAME_BYTES if self._talk.writer is None else _WRITE_BYTES
 
     def _send_layers(self, batch: PushBatch, wanted: Sequence[int], layers: range, held: Held | None) -> None:
         """Send a group of layers of some chunks. A chunk that is not in the own pool any more is given up."""
@@ -316,6 +321,7 @@ class PeerLink:
             loan = self._space.lend([batch.chunks[i] for i in numbers], layout.shard)
             try:
                 self._send_lent(batch, numbers, layers, layout, loan)
+                self._writes.finish()
             finally:
                 loan.release()
 
@@ -328,7 +334,7 @@ class PeerLink:
                 ends.append(row)
         stop = ends[0] if ends else len(numbers)
         found = [(row, place) for row, place in enumerate(loan.places[:stop]) if place is not None]
-        most = max(1, _FRAME_BYTES // layout.num_bytes)
+        most = max(1, self._frame_bytes // layout.num_bytes)
         if self._talk.extra.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
             most = min(most, -(-len(found) // (self._talk.extra.count + 1)))
         try:
@@ -337,7 +343,10 @@ class PeerLink:
                 rows = [row for row, _ in some]
                 sent = [numbers[row] for row in rows]
                 if self._talk.writer is not None:
-                    self._write(batch, sent, layers, layout, [place for _, place in some], sums[rows])
+                    data = Data(batch.number, layers, sent, sums[rows])
+                    answered = partial(self._acknowledge, batch, sent, layers)
+                    self._writes.write(data, [place for _, place in some], layout, answered)
+                    self._note_sent(batch, sent, layers)
                     continue
                 pieces = [piece for _, place in some for piece in pieces_of(place, layout)]
                 self._send_data(batch, sent, layers, pieces, sums[rows], layout.num_bytes, at // most)
@@ -368,44 +377,17 @@ class PeerLink:
             self._counts["extra_connection_bytes"] += size
         else:
             self._talk.request(Type.DATA, meta, answered, pieces, size)
-        self._note_sent(batch, numbers, layers, size)
-
-    def _write(
-        self,
-        batch: PushBatch,
-        numbers: Sequence[int],
-        layers: range,
-        layout: Layout,
-        places: Sequence[Place],
-        sums: npt.NDArray[np.uint64],
-    ) -> None:
-        """Ask where a group of layers goes, write it there, and say that it is written."""
-        assert self._talk.writer is not None
-        size = layout.num_bytes * len(numbers)
-        number, body = self._talk.exchange(Type.WRITE, Data(batch.number, layers, numbers, sums).encode())
-        targets = Targets.decode(body, len(numbers))
-        self._say_written()
-        count = self._talk.writer.write(places, layout, targets, self._talk.deadline(size), self._while_writing)
-        self._written = number, partial(self._acknowledge, batch, numbers, layers)
-        self._counts["written_bytes"] += layout.num_bytes * count
-        self._note_sent(batch, numbers, layers, layout.num_bytes * count)
-
-    def _say_written(self) -> None:
-        """The last write is over. Said while the next one is under way: the peer notes checksums meanwhile."""
-        written, self._written = self._written, None
-        if written is not None:
-            number, answered = written
-            self._talk.request(Type.WRITTEN, encode_written(number), answered)
+        self._counts["bytes"] += size
+        self._note_sent(batch, numbers, layers)
 
     def _while_writing(self) -> None:
         if self._is_closing:
             raise PeerError("this link is being closed")
         self._talk.stay_heard()
 
-    def _note_sent(self, batch: PushBatch, numbers: Sequence[int], layers: range, size: int) -> None:
+    def _note_sent(self, batch: PushBatch, numbers: Sequence[int], layers: range) -> None:
         for i in numbers:
             batch.sent[i].update(layers)
-        self._counts["bytes"] += size
         self._talk.collect()  # answers must not pile up in the kernel
 
     def _acknowledge(self, batch: PushBatch, numbers: Sequence[int], layers: range, body: bytes) -> None:
@@ -441,11 +423,9 @@ class PeerLink:
     def _finish(self, batch: PushBatch) -> None:
         if batch not in self._batches:
             return
-        try:
-            if self._talk.connection is not None and batch.number:
-                self._talk.request(Type.END, Stop(batch.number).encode(), lambda body: None)
-        finally:
-            self._forget(batch)  # wakes whoever waits, who wants the interpreter from then on
+        self._forget(batch)
+        if self._talk.connection is not None and batch.number:
+            self._talk.request(Type.END, Stop(batch.number).encode(), lambda body: None)
 
     def _forget(self, batch: PushBatch) -> None:
         self._batches.remove(batch)
@@ -467,7 +447,7 @@ class PeerLink:
         """The connection is of no use any more. Where it merely ended (the peer was restarted, most likely), everything
         is put once more over a new one; otherwise it is dropped, and the peer left alone for a while."""
         was_silent = isinstance(error, PeerRefusedError) and error.code == Refusal.SILENCE  # this process was stopped
-        self._written = None
+        self._writes.forget()
         has_ended = self._talk.connection is not None and (was_silent or isinstance(error, PeerGoneError))
         self._talk.disconnect()
         if has_ended and not self._batches:

@@ -169,11 +169,6 @@ class Loan(NamedTuple):
     encodings: list[int]
     """By chunk: how its tiles are stored."""
 
-    def only(self, encoding: int) -> Loan:
-        """The same, where tiles in another encoding are not seen."""
-        pairs = zip(self.places, self.encodings, strict=True)
-        return self._replace(places=[place if found == encoding else None for place, found in pairs])
-
     def release(self) -> None:
         """End the lease."""
         if self.lease is not None:

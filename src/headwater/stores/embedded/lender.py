@@ -65,7 +65,7 @@ class Lender:
             raise HeadwaterError("only whole tiles of a mapped store can be lent; use read")
         # Only leaves are evicted, so the deepest complete chunk keeps all complete ones before it.
         lease: Lease | None = next(filter(None, (self._reader.lease(root, c.key) for c in reversed(chunks))), None)
-        entries = self._core.columns.find([chunk.key for chunk in chunks]).entries() if chunks else []
+        entries = self._find([chunk.key for chunk in chunks])
         places: list[Place | None] = []
         payloads, blank = list[bytes | memoryview](), bytes(8 * spec.num_tiles)
         encodings = list[int]()
@@ -100,14 +100,15 @@ class Lender:
 
     def arrived(self, chunks: Sequence[ChunkRef], shard: Shard, spec: KVSpec) -> list[Arrived]:
         """See `stores.base.MappedStore.arrived`. Some microseconds a chunk, and some tens for each group of writers."""
-        entries: list[Entry | None] = [None] * len(chunks)
-        if len(chunks) >= _MANY:
-            entries = self._core.columns.find([chunk.key for chunk in chunks]).entries()
+        entries = self._find([chunk.key for chunk in chunks])
         is_dead = self._core.janitor.expiry()
-        return [
-            self._arrived(spec, chunk, shard, entry or self._index.find(chunk.key), is_dead)
-            for chunk, entry in zip(chunks, entries, strict=True)
-        ]
+        return [self._arrived(spec, chunk, shard, entry, is_dead) for chunk, entry in zip(chunks, entries, strict=True)]
+
+    def _find(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        found: list[Entry | None] = [None] * len(keys)
+        if len(keys) >= _MANY:
+            found = self._core.columns.find(keys).entries()
+        return [entry or self._index.find(key) for key, entry in zip(keys, found, strict=True)]
 
     def _arrived(
         self, spec: KVSpec, chunk: ChunkRef, shard: Shard, entry: Entry | None, is_dead: Callable[[Entry], bool]

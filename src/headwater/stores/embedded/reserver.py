@@ -22,7 +22,7 @@ from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.fill import empty_payload
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.janitor import PENDING_SHARE
-from headwater.stores.embedded.layout import CHUNK, COMPLETE, PENDING, ROOT, SPACE, Record, Word
+from headwater.stores.embedded.layout import CHUNK, COMPLETE, PENDING, ROOT, SPACE, Record, Word, cells_for
 
 _ROOM_ROUNDS = 16
 
@@ -66,6 +66,8 @@ class Reserver:
             home = self._ensure_root(root)
             # The chunk before, just looked at: the usual parent. Nothing is removed between one chunk and the next.
             last = self._join_all(chunks[len(found) :], forms[len(found) :], found) if home is not None else None
+            if home is not None:
+                last = self._make_all(root, chunks[len(found) :], forms[len(found) :], last, begun, found)
             while len(found) < len(chunks):
                 chunk, form = chunks[len(found)], forms[len(found)]
                 may_make = chunk.key not in begun
@@ -109,6 +111,100 @@ class Reserver:
         del joined[members.publish_all([entry.record.id for entry in joined]) :]
         found += joined
         return joined[-1] if joined else None
+
+    def _make_all(
+        self,
+        root: RootRef,
+        chunks: Sequence[ChunkRef],
+        forms: Sequence[Form],
+        last: Entry | None,
+        begun: Collection[bytes],
+        found: list[Outcome],
+    ) -> Entry | None:
+        """Make records for the first chunks, as long as each is whole, new, of one form and behind the one before, and
+        as many as there is room for side by side; the last of them, or the one before them.
+
+        That is what the first rank of a server meets for a new prompt. The rest is left to `_reserve_one`.
+        """
+        if len(chunks) < 2 or forms[0].split.parts > 1:
+            return last
+        form = forms[0]
+        janitor, members, index, spec = self.core.janitor, self.core.members, self._index, root.space.spec
+        parent = last if last is not None and last.record.key == chunks[0].parent else index.find(chunks[0].parent)
+        if parent is None or parent.state not in (PENDING, COMPLETE):
+            return last
+        length = stored_extent_bytes(spec, root.space.chunk_tokens, form.encoding)
+        room = max(0, self._pending_limit - index.words[Word.PENDING]) // length
+        wanted, above = 0, chunks[0].parent
+        for chunk, other in zip(chunks[:room], forms, strict=False):
+            is_whole = chunk.num_tokens == root.space.chunk_tokens and chunk.parent == above
+            if not is_whole or other != form or chunk.key in begun or index.find(chunk.key) is not None:
+                break
+            wanted, above = wanted + 1, chunk.key
+        ids = [_new_id() for _ in range(wanted)]
+        published = members.publish_all(ids)  # before they can be seen: a record that nobody fills is dead
+        offset, count = janitor.allocate_run(length, published)
+        need = cells_for(len(empty_payload(spec, form.split, chunks[0])))
+        first = index.claim(need * count) if count else 0
+        if count and not first:
+            janitor.free_run(offset, length, count)
+            count = 0
+        members.retract_all(ids[count:published])
+        if not count:
+            return last
+        stride, now = janitor.units_for(length) * self.core.geometry.unit_bytes, time.time_ns()
+        parents = [(parent.record.id, parent.cell), *((ids[i], first + i * need) for i in range(count - 1))]
+        records = [
+            self._record(root, chunks[i], form, ids[i], parents[i], offset + i * stride, length, now)
+            for i in range(count)
+        ]
+        made = self.core.columns.insert(first, records, now)
+        index.add_child(parent.cell, 1)
+        index.words[Word.PENDING] += length * count
+        found += made
+        return made[-1]
+
+    @property
+    def _pending_limit(self) -> int:
+        """Bytes that may be pending."""
+        return self.core.geometry.data_bytes // PENDING_SHARE
+
+    def _record(
+        self,
+        root: RootRef,
+        chunk: ChunkRef,
+        form: Form,
+        record_id: int,
+        parent: tuple[int, int],
+        offset: int,
+        length: int,
+        now: int,
+    ) -> Record:
+        """The record of a new chunk whose extent lies there. `parent`: its id and cell."""
+        spec = root.space.spec
+        num_sums = spec.num_tiles * form.split.parts
+        return Record(
+            key=chunk.key,
+            id=record_id,
+            parent_id=parent[0],
+            offset=offset,
+            length=length,
+            group=self.core.members.group,
+            created_ns=now,
+            payload_sum=0,
+            parent_cell=parent[1],
+            num_tokens=chunk.num_tokens,
+            number=chunk.number,
+            num_sums=num_sums,
+            interleave=form.split.interleave,
+            payload_bytes=9 * num_sums,
+            parts=form.split.parts,
+            kind=CHUNK,
+            encoding=form.encoding,
+            chunk_tokens=root.space.chunk_tokens,
+            row_bytes=spec.row_bytes,
+            exclusive=int(self._exclusive),
+        )
 
     def _ensure_root(self, root: RootRef) -> Entry | None:
         """The root's record under its space's, both made where they are missing."""
@@ -226,38 +322,15 @@ class Reserver:
         janitor, members, words = self.core.janitor, self.core.members, self._index.words
         spec = root.space.spec
         length = stored_extent_bytes(spec, chunk.num_tokens, form.encoding)
-        pending_limit = self.core.geometry.data_bytes // PENDING_SHARE
-        if words[Word.PENDING] + length > pending_limit:
+        if words[Word.PENDING] + length > self._pending_limit:
             janitor.sweep()
-            if words[Word.PENDING] + length > pending_limit:
+            if words[Word.PENDING] + length > self._pending_limit:
                 return Status.FULL
         offset = janitor.allocate(length, evict=not self.core.can_grow)
         if offset < 0:
             return None if self.core.can_grow else Status.FULL
-        payload = empty_payload(spec, form.split, chunk)
-        now = time.time_ns()
-        record = Record(
-            key=chunk.key,
-            id=_new_id(),
-            parent_id=parent.record.id,
-            offset=offset,
-            length=length,
-            group=members.group,
-            created_ns=now,
-            payload_sum=0,
-            parent_cell=parent.cell,
-            num_tokens=chunk.num_tokens,
-            number=chunk.number,
-            num_sums=spec.num_tiles * form.split.parts,
-            interleave=form.split.interleave,
-            payload_bytes=len(payload),
-            parts=form.split.parts,
-            kind=CHUNK,
-            encoding=form.encoding,
-            chunk_tokens=root.space.chunk_tokens,
-            row_bytes=spec.row_bytes,
-            exclusive=int(self._exclusive),
-        )
+        payload, now = empty_payload(spec, form.split, chunk), time.time_ns()
+        record = self._record(root, chunk, form, _new_id(), (parent.record.id, parent.cell), offset, length, now)
         # Making room may have swept an expired parent away, which a count of children does not prevent.
         above = self._index.entry(parent.cell, chunk.parent)
         entry, is_published = None, members.publish(record.id)  # before it can be seen: one that nobody fills is dead
