@@ -97,6 +97,8 @@ def report_from_wire(fields: dict[str, Any]) -> StepReport:
         unsaved = {str(key): _number(first) for key, first in fields["unsaved"].items()}
         pushed = {str(key): tuple(_number(count) for count in counts) for key, counts in fields["pushed"].items()}
         misfits = tuple(bytes.fromhex(key) for key in fields["misfits"])
+        if any(len(key) != KEY_BYTES for key in misfits):
+            raise ValueError(f"a key has {KEY_BYTES} bytes")
         return StepReport(ended, unsaved, str(fields["declined"]), pushed, misfits)
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise InvalidArgumentError(f"this is not the report of a step: {error}") from error
@@ -171,8 +173,10 @@ class _Reader:
 
     def save_orders(self, orders: Iterable[dict[str, Any]]) -> Iterator[SaveOrder]:
         for fields in orders:
-            tenant, adapter, raw = fields["tenant"], fields["adapter"], tuple(_number(at) for at in fields["raw"])
-            yield SaveOrder(self._job(fields), bytes.fromhex(tenant), bytes.fromhex(adapter), raw)
+            job, raw = self._job(fields), tuple(_number(at) for at in fields["raw"])
+            if raw and max(raw) >= len(job.chunks):
+                raise ValueError(f"chunk {max(raw)} of a job of {len(job.chunks)} is to be raw")
+            yield SaveOrder(job, bytes.fromhex(fields["tenant"]), bytes.fromhex(fields["adapter"]), raw)
 
     def load_orders(self, orders: Iterable[dict[str, Any]]) -> Iterator[LoadOrder]:
         for fields in orders:

@@ -345,7 +345,7 @@ class WorkerSide:
 
     def _wanted(self, order: SaveOrder) -> SaveRequest:
         job = order.job
-        raw = frozenset([job.chunks[number].key for number in order.raw if number < len(job.chunks)])
+        raw = frozenset([job.chunks[number].key for number in order.raw])
         return SaveRequest(job.request_id, job.chunks, self._block_ids(job), raw)
 
     def _block_ids(self, job: TransferJob) -> npt.NDArray[np.int32]:
