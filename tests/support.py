@@ -60,10 +60,20 @@ def gqa(layers: int = 3, heads: int = 4, dim: int = 4, dtype: str = "float16") -
 
 
 def tile(spec: KVSpec, chunk: ChunkRef, layer: int, head: int) -> np.ndarray:
-    """The one true content of a tile."""
+    """The one true content of a tile: noise, or KV like a model's where it is bfloat16."""
     seed = int.from_bytes(chunk.key[:8], "little") ^ (layer << 32) ^ (head << 48)
     rng = np.random.Generator(np.random.SFC64(seed))
+    if all(plane.dtype == "bfloat16" for plane in spec.planes):
+        planes = [bfloat16_values(rng, chunk.num_tokens, plane.width) for plane in spec.planes]
+        return np.concatenate(planes)
     return rng.integers(0, 256, spec.tile_bytes(chunk.num_tokens), dtype=np.uint8)
+
+
+def bfloat16_values(rng: np.random.Generator, num_tokens: int, width: int) -> np.ndarray:
+    """Normal values with a scale for each channel, as bytes: what packs. (Noise does not.)"""
+    scales = np.exp(rng.standard_normal(width, np.float32))
+    values = rng.standard_normal((num_tokens, width), np.float32) * scales
+    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
 
 
 def local_tiles(spec: KVSpec, chunk: ChunkRef, shard: Shard) -> Tiles:

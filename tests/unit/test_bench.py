@@ -63,6 +63,7 @@ def test_fleet_smoke() -> None:
     report = fleet.run(fleet.QUICK)
     assert report["wrong_bytes"] == 0
     assert report["detected"] == report["injected"] == 60
+    assert 10 < report["injected_packed"] < 50
     assert report["compared_tiles"] > 0
     assert report["verified_clean"]
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("headwater-fleet-")]

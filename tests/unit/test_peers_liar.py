@@ -31,7 +31,7 @@ from support import local_tiles, wait_until
 
 
 def test_an_age_before_the_epoch() -> None:
-    ages = pull_wire.decode_ages(np.array([0, 1, (1 << 32) - 1], "<u4").tobytes(), 3)
+    ages = pull_wire.decode_ages(np.array([0, 1, (1 << 32) - 1], "<u4").tobytes(), 3)[0]
     assert ages[0] == 0
     assert all(0 < age <= time.time_ns() for age in ages[1:])
 
@@ -139,7 +139,7 @@ def test_a_peer_whose_chunks_are_of_any_age(age: int, liar: Callable[..., Liar])
                 num_keys = len(pull_wire.decode_run(meta)[1])
                 return pull_wire.encode_run_answer(Run(min(2, num_keys), (CHUNK, (1 << 32) - 1))), b""
             if header.type == wire.Type.EXISTS:
-                pairs, _ = pull_wire.decode_exists(meta)
+                pairs = pull_wire.Exists.decode(meta).pairs
                 return np.array([age] * len(pairs), "<u4").tobytes(), b""
             if header.type == wire.Type.READ:
                 read = pull_wire.Read.decode(meta, CHUNK, 6, 4)

@@ -370,6 +370,9 @@ _TRANSFER_ROWS = (
     ("packed: raw bytes saved, GB/s", "packed_save_gbps"),
     ("  loaded, GB/s", "packed_load_gbps"),
     ("  saved beside matrix products, GB/s", "packed_interference_saving_gbps"),
+    ("a copy on the device, GB/s read and written", "device_copy_gbps"),
+    ("  packed between cache and staging, GB/s of raw KV", "pack_gbps"),
+    ("  unpacked", "unpack_gbps"),
 )
 
 

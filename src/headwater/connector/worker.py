@@ -330,7 +330,14 @@ class WorkerSide:
 
     def _make_sender(self) -> PeerSender:
         settings = peer_options(self._config).link_settings()
-        return PeerSender(self._space, self._shard, server=self._server, rank=self._rank, settings=settings)
+        return PeerSender(
+            self._space,
+            self._shard,
+            server=self._server,
+            rank=self._rank,
+            settings=settings,
+            on_device=self._view.device.type == "cuda",
+        )
 
     def _name_root(self, order: SaveOrder | LoadOrder | PushOrder) -> None:
         """Chunks are stored under a root that this process must know."""

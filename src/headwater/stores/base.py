@@ -169,11 +169,6 @@ class Loan(NamedTuple):
     encodings: list[int]
     """By chunk: how its tiles are stored."""
 
-    def only(self, encoding: int) -> Loan:
-        """The same, where tiles in another encoding are not seen."""
-        pairs = zip(self.places, self.encodings, strict=True)
-        return self._replace(places=[place if found == encoding else None for place, found in pairs])
-
     def release(self) -> None:
         """End the lease."""
         if self.lease is not None:
@@ -188,6 +183,8 @@ class Arrived(NamedTuple):
     num_layers: int
     """Of the layers that were asked for: how many can be lent, from the first on."""
     is_complete: bool
+    encoding: int = RAW
+    """How its tiles are stored."""
 
     @property
     def is_announced(self) -> bool:
@@ -334,6 +331,10 @@ class MappedStore(Store, Protocol):
     def segment(self, number: int) -> Tiles | None:
         """All bytes of one segment, which gets its storage now if it had none; None where there is none to be had. Slow
         for a new one: for whoever wants all of them ready before they are needed."""
+
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """How each complete chunk's tiles are stored where chunks are written; None where it is not there, or in an
+        encoding that nobody can use here."""
 
     def arrived(self, chunks: Sequence[ChunkRef], shard: Shard, spec: KVSpec) -> list[Arrived]:
         """How far each chunk has come for this shard. Takes no lock and holds nothing: `lend` decides. Chunks whose

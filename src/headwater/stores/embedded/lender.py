@@ -121,9 +121,9 @@ class Lender:
         is_fit = record.parts == 1 and can_decode(record.encoding)
         is_fit = is_fit and self._reader.fitting_tile_bytes(spec, chunk, record) > 0
         if not is_fit:  # whatever it is, it cannot be lent
-            return Arrived(record.id, 0, is_complete)
+            return Arrived(record.id, 0, is_complete, record.encoding)
         num_layers = len(shard.layers) if is_complete else self._num_noted(spec, shard, entry)
-        return Arrived(record.id, num_layers, is_complete)
+        return Arrived(record.id, num_layers, is_complete, record.encoding)
 
     def _num_noted(self, spec: KVSpec, shard: Shard, entry: Entry) -> int:
         """Layers of the shard, from the first on, all of whose checksums a pending record has."""

@@ -290,7 +290,7 @@ class Reader:
     def fitting_tile_bytes(self, spec: KVSpec, chunk: ChunkRef, record: Record) -> int:
         """Stored bytes of a tile, where a record is what is asked for, in an encoding that is known; 0 elsewhere."""
         size = stored_tile_bytes(spec, chunk.num_tokens, record.encoding)
-        if not size:
+        if record.encoding not in ENCODINGS:
             refuse(record.encoding, self._core.name)
         tiles = spec.num_tiles
         shape = (record.kind, record.num_tokens, record.length, record.num_sums, record.first_token, record.row_bytes)

@@ -216,6 +216,10 @@ class TieredStore:
         """See `stores.base.Store.write`."""
         return self._then_through(lambda: self._front.write(root, pieces, deadline_s))
 
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """See `stores.base.MappedStore.forms`."""
+        return self._front.forms(chunks)
+
     def reserve(
         self, root: RootRef, chunks: Sequence[ChunkRef], forms: Sequence[Form], deadline_s: float | None = None
     ) -> Sequence[Reservation]:
