@@ -5,7 +5,9 @@ What is expected comes from a count of escapes that is made here, and from the s
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -31,6 +33,8 @@ from headwater.kv.spec import KVSpec
 from support import WAIT_S, second_implementation
 
 CANARY = 0xA5
+ENOUGH_TURNS = 30
+"""Of another thread during one call: many more than there are moments at which a call only lets go and goes on."""
 MARGIN = 64
 
 
@@ -422,3 +426,37 @@ def test_threads_do_not_share_what_is_between_raw_and_packed() -> None:
 
     with ThreadPoolExecutor(len(shapes)) as threads:
         assert list(threads.map(work, range(len(shapes)))) == [True] * len(shapes)
+
+
+@pytest.mark.parametrize("work", ["pack", "unpack"])
+def test_other_threads_run_meanwhile(work: str) -> None:
+    """Python hands over only where somebody lets go of its lock here: numpy does, in every pass over a large array."""
+    spec, num_tokens = make_spec(128, 128), 8192
+    raw = ordinary(spec, num_tokens, 1)
+    packed = np.empty(packed_tile_bytes(spec, num_tokens), np.uint8)
+    assert pack_tile(spec, num_tokens, raw, packed)
+    turns, done = [0], threading.Event()
+
+    def take_turns() -> None:
+        while not done.is_set():
+            turns[0] += 1
+            time.sleep(0)  # lets go of the lock itself
+
+    other = threading.Thread(target=take_turns)
+    interval = sys.getswitchinterval()
+    other.start()
+    try:
+        sys.setswitchinterval(1000)
+        deadline, most = time.monotonic() + WAIT_S, 0
+        while most < ENOUGH_TURNS and time.monotonic() < deadline:
+            before = turns[0]
+            if work == "pack":
+                pack_tile(spec, num_tokens, raw, packed)
+            else:
+                unpack_tile(spec, num_tokens, packed, raw)
+            most = max(most, turns[0] - before)
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        other.join()
+    assert most >= ENOUGH_TURNS
