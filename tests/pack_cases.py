@@ -353,3 +353,18 @@ def every_pattern(rng: random.Random, device: str) -> PackedCase:
     case.raw[0][0, 0, 256 * 512 :] = 0
     assert case.is_packed(0)
     return case
+
+
+def full_of_escapes(rng: random.Random, device: str, more: int = 0) -> PackedCase:
+    """As many escapes in each block as it lists, or `more`, some of them in one row."""
+    spec = KVSpec.gqa(num_layers=1, num_kv_heads=1, head_dim=128, v_head_dim=64, dtype="bfloat16")
+    case = random_packed_case(rng, device, spec, num_rows=[256])
+    values = np.random.default_rng(rng.randrange(2**32))
+    tile = noise(values, 256, 192).reshape(-1) & 0x807F | 64 << 7
+    for block in packed_blocks((128, 64), 256):
+        part = tile[block.raw_start // 2 :][: 256 * block.width]
+        alone = (1 + values.choice(254, block.room + more - 20, replace=False)) * block.width
+        places = np.concatenate([alone + 5, 255 * block.width + np.arange(20) * 3])
+        part[places] = part[places] & 0x807F | values.choice([0, 30, 49, 255], len(places)).astype(np.uint16) << 7
+    case.raw[0][0, 0] = tile.view(np.uint8)
+    return case
