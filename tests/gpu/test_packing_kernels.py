@@ -25,7 +25,7 @@ SHAPES = [
     KVSpec.mla(num_layers=2, latent_dim=512, rope_dim=64, dtype="bfloat16"),
     KVSpec.gqa(num_layers=1, num_kv_heads=2, head_dim=10, v_head_dim=6, dtype="bfloat16"),
 ]
-CONFIGS = [(PackConfig(), UnpackConfig()), (PackConfig(64), UnpackConfig(16, steps=2))]
+CONFIGS = [(PackConfig(), UnpackConfig()), (PackConfig(64), UnpackConfig(16, steps=2, programs=1))]
 
 
 def seeded() -> random.Random:

@@ -47,7 +47,7 @@ def test_heads_that_do_not_fill_a_tile(seed):
     check_scatter(random.Random(seed), "cpu", move_rows, SPECS[2])
 
 
-PACKINGS = [(PackConfig(), UnpackConfig()), (PackConfig(8), UnpackConfig(8, steps=2))]
+PACKINGS = [(PackConfig(), UnpackConfig()), (PackConfig(8), UnpackConfig(8, steps=2, programs=1))]
 
 
 @pytest.mark.parametrize(("pack", "unpack"), PACKINGS, ids=["held", "in steps"])
