@@ -205,24 +205,25 @@ def check_pack(
     case = case or random_packed_case(rng, device)
     case.data.copy_(case.image(torch.randint(0, 256, case.data.shape, dtype=torch.uint8), case.raw))
     total, shift = _staged_bytes(case), rng.choice((0, 0, 2, 1, 16))
-    room = torch.full((total + 64,), 0xA5, dtype=torch.uint8, device=device)
+    before = rng.choice((0, 0xA5))  # as counts, one that fits and one that does not
+    room = torch.full((total + 64,), before, dtype=torch.uint8, device=device)
     cut = rng.randint(0, len(case.layers))
     for part in (case.layers[:cut], case.layers[cut:]):
         if part:
             staged = Compact(room.data_ptr() + shift, len(case.layers), case.layers.index(part[0]))
             move_rows(case.move(staged, part), scatter=False)
     fitted = _check_tiles(case, _flat_tiles(case, room[shift : shift + total]), fits)
-    assert (room[:shift] == 0xA5).all()
-    assert (room[shift + total :] == 0xA5).all()
+    assert (room[:shift] == before).all()
+    assert (room[shift + total :] == before).all()
 
     gap = rng.choice((0, 2, 1, 16))
-    buffers = [_gapped(case, span, gap, device) for span in range(len(case.raw))]
+    buffers = [_gapped(case, span, gap, device).fill_(before) for span in range(len(case.raw))]
     move_rows(case.move([_target(buffer) for buffer in buffers]), scatter=False)
     inner = [buffer[:, : len(case.heads), : case.stored_bytes(span)] for span, buffer in enumerate(buffers)]
     assert _check_tiles(case, inner, fits) == fitted
     for buffer, part in zip(buffers, inner, strict=True):
-        part.fill_(0xA5)
-        assert (buffer == 0xA5).all()
+        part.fill_(before)
+        assert (buffer == before).all()
     return fitted
 
 
@@ -336,7 +337,7 @@ def _flat_tiles(case: PackedCase, flat: Tensor) -> list[Tensor]:
 
 def _gapped(case: PackedCase, span: int, gap: int, device: str) -> Tensor:
     shape = (len(case.layers), len(case.heads) + 1, case.stored_bytes(span) + gap)
-    return torch.full(shape, 0xA5, dtype=torch.uint8, device=device)
+    return torch.zeros(shape, dtype=torch.uint8, device=device)
 
 
 def _target(buffer: Tensor) -> ExtentTarget:
@@ -352,4 +353,19 @@ def every_pattern(rng: random.Random, device: str) -> PackedCase:
     case.raw[0][0, 0, : 256 * 512] = np.ascontiguousarray(values, np.uint16).view(np.uint8).reshape(-1)
     case.raw[0][0, 0, 256 * 512 :] = 0
     assert case.is_packed(0)
+    return case
+
+
+def full_of_escapes(rng: random.Random, device: str, more: int = 0) -> PackedCase:
+    """As many escapes in each block as it lists, or `more`, some of them in one row."""
+    spec = KVSpec.gqa(num_layers=1, num_kv_heads=1, head_dim=128, v_head_dim=64, dtype="bfloat16")
+    case = random_packed_case(rng, device, spec, num_rows=[256])
+    values = np.random.default_rng(rng.randrange(2**32))
+    tile = noise(values, 256, 192).reshape(-1) & 0x807F | 64 << 7
+    for block in packed_blocks((128, 64), 256):
+        part = tile[block.raw_start // 2 :][: 256 * block.width]
+        alone = (1 + values.choice(254, block.room + more - 20, replace=False)) * block.width
+        places = np.concatenate([alone + 5, 255 * block.width + np.arange(20) * 3])
+        part[places] = part[places] & 0x807F | values.choice([0, 30, 49, 255], len(places)).astype(np.uint16) << 7
+    case.raw[0][0, 0] = tile.view(np.uint8)
     return case

@@ -17,7 +17,7 @@ from headwater.kernels.pack_triton import PackConfig, UnpackConfig  # noqa: E402
 from headwater.kernels.xxh3 import unsigned, xxh3_tiles, xxh3_tiles_cpu  # noqa: E402
 from headwater.kv.spec import KVSpec  # noqa: E402
 
-from pack_cases import check_hostile, check_pack, check_unpack, every_pattern, random_packed_case  # noqa: E402
+from pack_cases import check_hostile, check_pack, check_unpack, every_pattern, full_of_escapes, random_packed_case  # noqa: E402
 from transfer_cases import ORDERS  # noqa: E402
 
 SHAPES = [
@@ -25,7 +25,7 @@ SHAPES = [
     KVSpec.mla(num_layers=2, latent_dim=512, rope_dim=64, dtype="bfloat16"),
     KVSpec.gqa(num_layers=1, num_kv_heads=2, head_dim=10, v_head_dim=6, dtype="bfloat16"),
 ]
-CONFIGS = [(PackConfig(), UnpackConfig()), (PackConfig(64), UnpackConfig(16, steps=2))]
+CONFIGS = [(PackConfig(), UnpackConfig()), (PackConfig(64), UnpackConfig(16, steps=2, programs=1))]
 
 
 def seeded() -> random.Random:
@@ -66,6 +66,13 @@ def test_every_value_comes_back():
     rng = seeded()
     assert check_pack(rng, "cuda", move_rows_triton, every_pattern(rng, "cuda")) == 1
     check_unpack(rng, "cuda", move_rows_triton, every_pattern(rng, "cuda"))
+
+
+def test_as_many_escapes_as_there_is_room_for():
+    rng = seeded()
+    for more, fitting in ((0, 1), (1, 0)):
+        assert check_pack(rng, "cuda", move_rows_triton, full_of_escapes(rng, "cuda", more)) == fitting
+    check_unpack(rng, "cuda", move_rows_triton, full_of_escapes(rng, "cuda"))
 
 
 def test_checksums_of_packed_tiles():

@@ -793,8 +793,10 @@ def test_chunks_that_cannot_be_packed_are_ordered_again_raw_for_whoever_has_them
     (again,) = [order for step in engine.steps(a, RETRY_STEPS) for order in step.before]
     assert [chunk.key for chunk in again.job.chunks] == keys[2:]
     assert again.raw == (0, 1)
-    engine.start(b)
-    (other,) = engine.step((b, 64)).during
+    assert engine.load(b) == 32
+    engine.side.handle_report(StepReport(ended={"b": (2,)}))
+    b.num_computed = 32
+    (other,) = engine.step((b, 32)).during
     assert [other.job.chunks[number].key for number in other.raw] == keys[2:4]
 
 

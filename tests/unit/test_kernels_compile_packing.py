@@ -51,8 +51,7 @@ def compile_pack(widths: tuple[int, ...], config: PackConfig = PACK, rows: int =
 def compile_unpack(widths: tuple[int, ...], **how: Any) -> Any:
     known = constants(widths, **how)
     options = {"num_warps": num_warps(UNPACK.rows * known["COLUMNS"], UNPACK)}
-    steps = {"ROWS": UNPACK.rows, "STEPS": UNPACK.steps}
-    return compile_kernel(pack_kernels.unpack_kernel, TYPES, known | steps, **options)
+    return compile_kernel(pack_kernels.unpack_kernel, TYPES, known | {"ROWS": UNPACK.rows}, **options)
 
 
 @pytest.mark.parametrize("widths", [(128, 128), (512, 64), (64, 64), (80, 80)], ids=str)

@@ -98,10 +98,11 @@ def test_sums_are_left_for_raw_spans_only() -> None:
 
 def test_sizes_that_cannot_be_are_refused() -> None:
     case = random_packed_case(random.Random(3), "cpu", PACKED_SPECS[0], num_rows=[20])
+    room = torch.zeros(1 << 20, dtype=torch.uint8)
     for sizes in ([case.stored_bytes(0) - 16], [case.stored_bytes(0), 0]):
         spans = case.spans
         case.spans = Spans(spans.blocks, spans.first_block, spans.offset, spans.num_rows, np.array(sizes, np.int64))
         with pytest.raises(InvalidArgumentError, match="packed"):
-            move_rows_cpu(case.move(Compact(1 << 20, len(case.layers))), scatter=False)
+            move_rows_cpu(case.move(Compact(room.data_ptr(), len(case.layers))), scatter=False)
     with pytest.raises(InvalidArgumentError, match="uint8 tiles of"):
         packed_fits(torch.zeros(2, 100, dtype=torch.uint8), (16, 16), 20)

@@ -23,6 +23,7 @@ _INFINITE = tl.constexpr(0x7F807F80)
 """Two infinities, which do not count for a base. And the bits of two exponents."""
 
 _NUMBERS = [
+    "address",
     "num_spans",
     "num_layers",
     "staged_layers",
@@ -356,7 +357,7 @@ def _decode(signs, codes, bases):
     return exponents & _INFINITE | signs & 0x007F007F | (signs & 0x00800080) << 8
 
 
-@triton.jit(do_not_specialize=[*_NUMBERS, "parts"])
+@triton.jit(do_not_specialize=[*_NUMBERS, "parts", "part_rows"])
 def unpack_kernel(
     planes,
     spans,
@@ -372,6 +373,7 @@ def unpack_kernel(
     num_heads,
     first_head,
     parts,
+    part_rows,
     BLOCK_SIZE: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -383,7 +385,6 @@ def unpack_kernel(
     CODES: tl.constexpr,
     COMPACT: tl.constexpr,
     ROWS: tl.constexpr,
-    STEPS: tl.constexpr,
 ):
     """One program: some rows of one block of one tile. Whatever the tile says, it writes to no other rows."""
     program = tl.program_id(0)
@@ -396,7 +397,7 @@ def unpack_kernel(
     layer = (program % num_layers).to(tl.int64)
     span = program // num_layers
     num_rows = tl.load(spans + 2 * num_spans + span).to(tl.int32)
-    first_row = part * (ROWS * STEPS)
+    first_row = part * part_rows
     if (tl.load(spans + 4 * num_spans + span) == 0) | (first_row >= num_rows):
         return
     tile_at = _tile_address(
@@ -409,7 +410,7 @@ def unpack_kernel(
     column = tl.arange(0, COLUMNS)
     half = tl.multiple_of(width // 2, HALVES)
     rows_of = _rows_of(spans, num_spans, span, plane, channel, head + first_head)
-    last_row = min(first_row + ROWS * STEPS, num_rows)
+    last_row = min(first_row + part_rows, num_rows)
 
     signs_at = block_at + 4 + 4 * room + width
     codes_at = (signs_at + num_rows * width).to(tl.pointer_type(tl.uint8))

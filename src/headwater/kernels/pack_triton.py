@@ -19,6 +19,9 @@ from headwater.kernels.pack_kernels import fits_kernel, pack_kernel, unpack_kern
 from headwater.kv.packing import packed_blocks
 
 _TILES = 256
+_LEAST_ROWS = 64
+"""Shorter spans are packed as if they were so long: each length would be compiled for itself."""
+_MOST_ROWS = 256
 
 
 class PackConfig(NamedTuple):
@@ -43,6 +46,8 @@ class UnpackConfig(NamedTuple):
     most_warps: int = 8
     steps: int = 8
     """Steps of a program, at most: longer blocks are divided."""
+    programs: int = 1024
+    """Programs that a launch should have: in smaller ones, blocks are divided further to occupy the device."""
 
 
 # To be tried on a GPU by tests/gpu/tune_packing.py.
@@ -79,13 +84,23 @@ def move_packed_triton(
     programs = len(spans.num_rows) * len(move.layers) * place["NUM_BLOCKS"] * num_heads
     if scatter:
         unpack = config if isinstance(config, UnpackConfig) else UNPACK
-        rows = min(unpack.rows, next_power_of_2(most_rows))
-        parts = ceil_div(most_rows, rows * unpack.steps)
-        warps = num_warps(rows * place["COLUMNS"], unpack)
-        unpack_kernel[(programs * parts,)](*numbers, parts, **place, ROWS=rows, STEPS=unpack.steps, num_warps=warps)
+        steps = ceil_div(most_rows, unpack.rows)
+        wanted = max(ceil_div(steps, unpack.steps), min(steps, unpack.programs // programs))
+        part_rows = ceil_div(steps, wanted) * unpack.rows
+        parts = ceil_div(most_rows, part_rows)
+        unpack_kernel[(programs * parts,)](
+            *numbers,
+            parts,
+            part_rows,
+            **place,
+            ROWS=unpack.rows,
+            num_warps=num_warps(unpack.rows * place["COLUMNS"], unpack),
+        )
     else:
         pack = config if isinstance(config, PackConfig) else PACK
-        rows = min(pack.rows, next_power_of_2(most_rows))
+        # The kernel adds up the escapes of a step in 16 bits.
+        require(pack.rows <= _MOST_ROWS, f"steps of at most {_MOST_ROWS} rows", rows=pack.rows)
+        rows = min(pack.rows, max(_LEAST_ROWS, next_power_of_2(most_rows)))
         warps = num_warps(rows * place["COLUMNS"], pack)
         held = {"ROWS": rows, "HELD": most_rows <= rows}
         pack_kernel[(programs,)](*numbers, **place, **held, num_warps=warps, maxnreg=pack.registers)
