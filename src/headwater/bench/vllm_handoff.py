@@ -1,5 +1,5 @@
-"""`headwater bench peers --vllm`: prefill in one real vLLM, decode in another, through Headwater's connector and through
-vLLM's own NixlConnector. On a CPU, with equal parallelism; the same prompts, in turns.
+"""`headwater bench peers --vllm`: prefill in one real vLLM, decode in another, through Headwater's connector and
+through vLLM's own NixlConnector. On a CPU, with equal parallelism; the same prompts, in turns.
 
 NIXL's agents keep a thread that spins. So the two servers of a pair are stopped (SIGSTOP) while the other pair is
 measured: each has the machine to itself.

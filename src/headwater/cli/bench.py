@@ -271,6 +271,11 @@ def _print_peers(report: dict[str, Any]) -> None:
         figures = [f"{what}_{name}" for what in ("push_gbps", "bare_gbps", "push_ratio", "push_noise")]
         rates.add_row(name, *(f"{report[figure]:.2f}" for figure in figures))
     console().print(rates)
+    if (reason := report["hosts_reason"]) is not None:
+        console().print(f"between hosts: not measured, {reason}")
+    else:
+        ratio, noise = report["push_ratio_hosts"], report["push_noise_hosts"]
+        console().print(f"push_ratio_hosts {ratio:.2f} (noise {noise:.2f}): between two network namespaces")
     if (reason := report["nixl_reason"]) is not None:
         console().print(f"NIXL: not measured, {reason}")
     else:
@@ -288,6 +293,7 @@ def _print_peers(report: dict[str, Any]) -> None:
             "last layer computed → in decode's cache, over the same in bulk",
         ),
         ("step_cost", "step_noise", "prefill's step with a push, over the step without"),
+        ("stopped_step_cost", "step_noise", "the same to a peer that is stopped"),
     ):
         console().print(f"{figure} {report[figure]:.2f} (noise {report[noise]:.2f}): {meaning}")
 
