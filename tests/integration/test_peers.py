@@ -213,7 +213,7 @@ def test_a_killed_receiver_costs_the_sender_nothing_and_is_used_again(
 
 
 def test_a_prefill_server_that_is_restarted_pushes_again_at_once(tmp_path: Path) -> None:
-    """Killed in the middle of a push; another one under its name pushes the same prompt, which nobody holds any more."""
+    """Killed in the middle of a push; another one under its name pushes the same prompt, which nobody holds now."""
     with decode(tmp_path) as d:
         with prefill(tmp_path) as p:
             transfer = transfer_id()
