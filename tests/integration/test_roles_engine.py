@@ -163,23 +163,26 @@ def test_a_prompt_whose_beginning_decode_has_is_completed(page_size: int, model:
     """Decode has computed two chunks of it for somebody else; the rest is pushed, and nothing is sent twice."""
     prompt = prompt_of(4 * CHUNK + 60)
     (wanted,) = alone(model, [prompt])
-    with two_pools(tmp_path) as (prefill_url, decode_url), receiver_of(decode_url) as (receiver, pool):
-        with Engine(config_of(model, decode_url, page_size=page_size, num_pages=1536 // page_size)) as engine:
-            engine.add("before", prompt[: 2 * CHUNK], ONE)
-            run(engine)
-            assert engine.drain_saves(WAIT_S)
-            assert pool.stats().store.chunks == 2
-            size = sum(chunk.num_bytes for chunk in pool.scan()) // (2 * CHUNK)
-            with Engine(config_of(model, prefill_url, max_batched_tokens=128)) as prefill:
-                prefill.add("r", prompt, ONE, transfer=push(receiver.address))
-                (output,) = run(prefill)
-                assert output.num_sent_tokens == len(prompt)
-            assert receiver.stats()["chunks_exists"] == 2
-            assert receiver.stats()["bytes"] == size * (len(prompt) - 2 * CHUNK)
-            engine.add("r", prompt, GREEDY, transfer=TransferParams(id="0f"))
-            outputs = run(engine)
-            assert tokens_of(outputs) == wanted
-            assert outputs[-1].num_cached_tokens == len(prompt) - 1
+    with (
+        two_pools(tmp_path) as (prefill_url, decode_url),
+        receiver_of(decode_url) as (receiver, pool),
+        Engine(config_of(model, decode_url, page_size=page_size, num_pages=1536 // page_size)) as engine,
+    ):
+        engine.add("before", prompt[: 2 * CHUNK], ONE)
+        run(engine)
+        assert engine.drain_saves(WAIT_S)
+        assert pool.stats().store.chunks == 2
+        size = sum(chunk.num_bytes for chunk in pool.scan()) // (2 * CHUNK)
+        with Engine(config_of(model, prefill_url, max_batched_tokens=128)) as prefill:
+            prefill.add("r", prompt, ONE, transfer=push(receiver.address))
+            (output,) = run(prefill)
+            assert output.num_sent_tokens == len(prompt)
+        assert receiver.stats()["chunks_exists"] == 2
+        assert receiver.stats()["bytes"] == size * (len(prompt) - 2 * CHUNK)
+        engine.add("r", prompt, GREEDY, transfer=TransferParams(id="0f"))
+        outputs = run(engine)
+        assert tokens_of(outputs) == wanted
+        assert outputs[-1].num_cached_tokens == len(prompt) - 1
 
 
 def test_prefill_that_is_preempted_sends_all_of_it(model: Path, tmp_path: Path) -> None:
