@@ -6,13 +6,17 @@ written to know what it must get.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from hypothesis import strategies as st
@@ -30,6 +34,19 @@ from headwater.stores.url import parse_url
 MIB = 1 << 20
 WAIT_S = 120.0
 """For anything that happens in the background, on a machine that has other things to do."""
+
+
+def second_implementation() -> ModuleType:
+    """tests/vectors/generate.py: docs/format.md once more, slow, and without any code of Headwater."""
+    name = "headwater_vectors"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "vectors" / "generate.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
 
 
 def identity(tag: int = 0, dtype: str = "float16") -> Identity:

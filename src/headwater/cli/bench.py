@@ -190,6 +190,30 @@ def bench_ttft(
         _print_ttft(report)
 
 
+@bench_app.command("packing")
+def bench_packing(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
+    model: Annotated[str, typer.Option(help="Model whose KV is packed: a checkpoint, or a catalog name.")] = "smollm2",
+    pairs: Annotated[int, typer.Option(help="Alternating rounds.", min=1)] = 9,
+    quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
+) -> None:
+    """Measure how small packed KV is, and how fast a CPU packs it.
+
+    Packs KV of real texts and of random weights, beside other codes, other compressors and a plain copy.
+    """
+    from headwater.cli.output import print_json
+
+    with needs_extra("engine"):
+        from headwater.bench import packing
+
+    plan = packing.QUICK if quick else packing.PackingBench(pairs=pairs)
+    report = packing.run(replace(plan, model=model), _note)
+    if as_json:
+        print_json(_rounded(report))
+    else:
+        _print_packing(report)
+
+
 @bench_app.command("fleet")
 def bench_fleet(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
@@ -343,6 +367,12 @@ _TRANSFER_ROWS = (
     ("a copy per head and token, s ({naive_note})", "naive_save_s"),
     ("  of one large copy", "naive_ratio"),
     ("saved beside matrix products, GB/s", "interference_saving_gbps"),
+    ("packed: raw bytes saved, GB/s", "packed_save_gbps"),
+    ("  loaded, GB/s", "packed_load_gbps"),
+    ("  saved beside matrix products, GB/s", "packed_interference_saving_gbps"),
+    ("a copy on the device, GB/s read and written", "device_copy_gbps"),
+    ("  packed between cache and staging, GB/s of raw KV", "pack_gbps"),
+    ("  unpacked", "unpack_gbps"),
 )
 
 
@@ -385,6 +415,43 @@ def _print_ttft(report: dict[str, Any]) -> None:
         if report.get(name):
             times.add_row(str(report[name]), "")
     _print_tables(report, times)
+
+
+_PACKING_ROWS = (
+    ("packed bytes over raw ones", "packed_share"),
+    ("  values that are escapes", "escapes"),
+    ("  in the block that has most of them", "escapes_worst"),
+    ("  tiles that do not fit, of {tiles}", "misfit_tiles"),
+    ("3-bit codes, with room for the worst tile", "three_bit_share"),
+    ("entropy of the exponents, and no room for anything", "entropy_share"),
+    ("float16 with 4-bit codes", "float16_share"),
+    ("zlib", "zlib_share"),
+    ("ZipNN", "zipnn_share"),
+    ("one thread packs, GB/s of raw bytes", "pack_gbps_cpu"),
+    ("  unpacks", "unpack_gbps_cpu"),
+    ("  copies", "copy_gbps_cpu"),
+    ("  compresses with zlib", "zlib_gbps_cpu"),
+    ("  decompresses", "unzlib_gbps_cpu"),
+    ("  compresses with ZipNN", "zipnn_gbps_cpu"),
+    ("  decompresses", "unzipnn_gbps_cpu"),
+    ("two threads pack", "pack_gbps_cpu_2t"),
+    ("  unpack", "unpack_gbps_cpu_2t"),
+)
+
+
+def _print_packing(report: dict[str, Any]) -> None:
+    from headwater.cli.output import table
+
+    figures = table("packing", ">")
+    for title, name in _PACKING_ROWS:
+        if report.get(name) is not None:
+            figures.add_row(title.format_map(report), f"{report[name]:.4g}")
+    for name in [key for key in report if key.startswith("packed_share_")]:
+        figures.add_row(f"random weights, {name.removeprefix('packed_share_')}", f"{report[name]:.4g}")
+    for name, reason in (("KV of a model", "model_reason"), ("ZipNN", "zipnn_reason")):
+        if report.get(reason):
+            figures.add_row(f"{name}: {report[reason]}", "")
+    _print_tables(report, figures)
 
 
 _ROUTER_ROWS = (

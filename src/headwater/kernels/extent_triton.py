@@ -10,22 +10,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-import torch
 import triton
 import triton.language as tl
 
-from headwater.kernels.dispatch import require
-from headwater.kernels.extent import (
-    SUM_BYTES,
-    TABLES,
-    Compact,
-    Move,
-    ceil_div,
-    common_alignment,
-    next_power_of_2,
-)
-from headwater.kernels.post import fetch
+from headwater.kernels.extent import SUM_BYTES, TABLES, Compact, Move, ceil_div, common_alignment, next_power_of_2
+from headwater.kernels.extent_device import DeviceMove, upload_move
+from headwater.kernels.pack_triton import PackConfig, UnpackConfig, move_packed_triton
 from headwater.kernels.xxh3_triton import add_up, xxh3_keys
 
 _UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -63,26 +53,28 @@ GATHER = CopyConfig(heads=1)
 SCATTER = CopyConfig(heads=8)
 
 
-def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = None) -> None:
-    """Either direction, in one launch on the current stream."""
+def move_rows_triton(
+    move: Move,
+    *,
+    scatter: bool,
+    config: CopyConfig | None = None,
+    packing: PackConfig | UnpackConfig | None = None,
+) -> None:
+    """Either direction: one launch for the raw spans and one for the packed ones, on the current stream."""
     move.check()
-    require(not move.spans.has_packed, "raw spans")
-    pages, spans, config = move.pages, move.spans, config or (SCATTER if scatter else GATHER)
     if not move.num_bytes:
         return
+    device = upload_move(move)
+    if move.spans.has_raw:
+        _move_raw(move, device, scatter, config or (SCATTER if scatter else GATHER))
+    if move.spans.has_packed:
+        move_packed_triton(move, device, scatter=scatter, config=packing)
+
+
+def _move_raw(move: Move, device: DeviceMove, scatter: bool, config: CopyConfig) -> None:
+    pages, spans = move.pages, move.spans
     num_spans, num_heads = len(spans.num_rows), len(move.heads)
-    device_spans = move.device_spans
-    if device_spans is None:
-        device_spans = spans.upload(pages.device, pages.token_bytes)
-    staged_layers, first_staged = 0, 0
-    if isinstance(move.staged, Compact):
-        address, targets = move.staged.address, device_spans
-        staged_layers, first_staged = move.staged.num_layers, move.staged.first_layer
-        alignment = common_alignment([pages.alignment, address])
-    else:
-        table = np.array(move.staged, np.int64)
-        address, targets = 0, fetch(torch.from_numpy(table), pages.device)
-        alignment = common_alignment([pages.alignment, *table.flatten().tolist()])
+    alignment = common_alignment([pages.alignment, device.alignment])
     unit = min(alignment, 8)
     columns = min(next_power_of_2(max(pages.row_bytes)), _MAX_COLUMNS_BYTES) // unit
     sums = None if scatter else move.sums
@@ -97,15 +89,15 @@ def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = N
     grid = (num_spans * token_blocks, len(move.layers) * num_planes, ceil_div(num_heads, heads))
     _move_kernel[grid](
         pages.device_table,
-        device_spans,
-        targets,
-        address,
-        sums if has_sums else device_spans,
-        xxh3_keys(pages.device) if has_sums else device_spans,
+        device.spans,
+        device.targets,
+        device.address,
+        sums if has_sums else device.spans,
+        xxh3_keys(pages.device) if has_sums else device.spans,
         num_spans,
         token_blocks,
-        staged_layers,
-        first_staged,
+        device.staged_layers,
+        device.first_staged,
         move.layers.start,
         move.layers.step,
         num_heads,
@@ -157,11 +149,12 @@ def _move_kernel(
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program: some tokens of one span, in one plane of one layer, of some heads."""
+    """One program: some tokens of one raw span, in one plane of one layer, of some heads."""
     span = tl.program_id(0) // token_blocks
     num_rows = tl.load(spans + 2 * num_spans + span)
     first_row = tl.program_id(0) % token_blocks * TOKENS
-    if first_row >= num_rows:
+    is_packed = tl.load(spans + 4 * num_spans + span) > 0
+    if (first_row >= num_rows) | is_packed:
         return
     layer = (tl.program_id(1) // NUM_PLANES).to(tl.int64)
     plane = planes + ((first_layer + layer * layer_step) * NUM_PLANES + tl.program_id(1) % NUM_PLANES) * 8

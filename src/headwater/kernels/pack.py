@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headwater.kernels.dispatch import require
+from headwater.kernels.dispatch import require, runs_triton
 from headwater.kv.packing import fits_packed, pack_tile, packed_tile_bytes, unpack_tile
 from headwater.kv.spec import KVSpec, Plane
 
@@ -31,7 +31,7 @@ def packed_fits(tiles: Tensor, widths: tuple[int, ...], num_rows: int) -> Tensor
     """Which tiles that a gather has packed fit: `tiles` are uint8 [..., packed bytes] with up to three leading axes of
     any strides, the answer is bool [...] on their device. The others' chunks must be stored raw.
 
-    Raises InvalidArgumentError for tiles of another size.
+    On CUDA one launch on the current stream, without waiting. Raises InvalidArgumentError for tiles of another size.
     """
     expected = packed_bytes(widths, num_rows)
     require(
@@ -42,6 +42,10 @@ def packed_fits(tiles: Tensor, widths: tuple[int, ...], num_rows: int) -> Tensor
         f"uint8 tiles of {expected} bytes and up to {MAX_LEADING_AXES} leading axes, each tile contiguous",
         tiles=tiles,
     )
+    if runs_triton(tiles):
+        from headwater.kernels.pack_triton import packed_fits_triton
+
+        return packed_fits_triton(tiles, widths, num_rows)
     return packed_fits_cpu(tiles, widths, num_rows)
 
 

@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from headwater.bench.vllm_engine import SRC
-from headwater.bench.vllm_gpu.plan import HEADWATER, LAYERWISE, LMCACHE, LMCACHE_V3, OFFLOADING, PLAIN, GpuPlan
+from headwater.bench.vllm_gpu.plan import (
+    HEADWATER,
+    LAYERWISE,
+    LMCACHE,
+    LMCACHE_V3,
+    OFFLOADING,
+    PLAIN,
+    UNPACKED,
+    GpuPlan,
+)
 from headwater.errors import EngineError
 from headwater.stores.embedded import SHM_ROOT
 from headwater.stores.url import format_size
@@ -61,9 +70,11 @@ class Places:
     """A directory on a disk, for the lower tier."""
     capacity_bytes: int
 
-    def url(self, variant: str) -> str:
+    def url(self, variant: str, *, is_packed: bool = True) -> str:
         """The pool of a variant. Sides that differ in how they load share one."""
         name = f"{_NAME}-{os.getpid()}" + (f"-{variant}" if variant in (DEFAULT_CAPACITY, TIERS) else "")
+        if not is_packed:
+            return f"shm:///{name}-unpacked?capacity={self.capacity_bytes}&packing=off"
         if variant == DEFAULT_CAPACITY:
             return f"shm:///{name}"
         if variant == TIERS:
@@ -99,7 +110,7 @@ def _plain(side: Side, plan: GpuPlan, places: Places) -> Side:
 
 
 def _headwater(side: Side, plan: GpuPlan, places: Places) -> Side:
-    url = places.url(side.variant)
+    url = places.url(side.variant, is_packed=side.name != UNPACKED)
     extra: dict[str, Any] = {"pool": url, "sample_weights": True}  # every byte of 16 GB takes longer than a start
     if side.name == LAYERWISE:
         extra["load_mode"] = "layerwise"
@@ -139,6 +150,7 @@ _CONNECTORS: dict[str, Callable[[Side, GpuPlan, Places], Side]] = {
     PLAIN: _plain,
     HEADWATER: _headwater,
     LAYERWISE: _headwater,
+    UNPACKED: _headwater,
     OFFLOADING: _offloading,
     LMCACHE: _lmcache,
     LMCACHE_V3: _lmcache,

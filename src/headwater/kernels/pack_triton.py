@@ -1,0 +1,136 @@
+"""Gathers that pack and scatters that unpack, in Triton; the contract is in `extent`, the format in `kv.packing`.
+
+One program moves one block of a packed tile, up to 128 channels of one plane; long blocks are unpacked by several.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.kernels.dispatch import require
+from headwater.kernels.extent import Compact, Move, ceil_div, common_alignment, next_power_of_2
+from headwater.kernels.extent_device import DeviceMove
+from headwater.kernels.pack_kernels import fits_kernel, pack_kernel, unpack_kernel
+from headwater.kv.packing import packed_blocks
+
+_TILES = 256
+
+
+class PackConfig(NamedTuple):
+    """How a block is cut into steps. Its words per thread are the registers that it takes."""
+
+    rows: int = 256
+    """Rows that a program holds at once. Spans up to this length are read once, longer ones twice."""
+    words: int = 64
+    """Words of a thread, at most."""
+    most_warps: int = 8
+    registers: int = 128
+    """Of a thread: so few that a multiprocessor holds two programs, of which one computes while the other loads."""
+
+
+class UnpackConfig(NamedTuple):
+    """How a block is cut into programs, and into steps."""
+
+    rows: int = 32
+    """Rows of a step."""
+    words: int = 16
+    """Words of a thread in a step."""
+    most_warps: int = 8
+    steps: int = 8
+    """Steps of a program, at most: longer blocks are divided."""
+
+
+# To be tried on a GPU by tests/gpu/tune_packing.py.
+PACK = PackConfig()
+UNPACK = UnpackConfig()
+
+
+def move_packed_triton(
+    move: Move, device: DeviceMove, *, scatter: bool, config: PackConfig | UnpackConfig | None = None
+) -> None:
+    """The packed spans of a move, in either direction, in one launch on the current stream."""
+    pages, spans, num_heads = move.pages, move.spans, len(move.heads)
+    require(pages.alignment >= 2, "a cache of which every number is even", alignment=pages.alignment)
+    assert spans.packed_bytes is not None
+    most_rows = int(spans.num_rows[spans.packed_bytes > 0].max())
+    blocks = packed_blocks(pages.widths, 1)
+    halves = [block.width // 2 for block in blocks]
+    columns = next_power_of_2(max(halves))
+    staged = common_alignment([device.alignment, *pages.row_bytes])  # raw tiles may lie before a packed one
+    place = {
+        "BLOCK_SIZE": pages.block_size,
+        "NUM_PLANES": len(pages.row_bytes),
+        "NUM_BLOCKS": len(blocks),
+        "COLUMNS": columns,
+        "HALVES": common_alignment(halves),
+        "CACHE": pages.alignment if pages.dense else 2,
+        "STAGED": staged,
+        "SIGNS": min(8, common_alignment([staged, *(2 * half for half in halves)])),
+        "CODES": min(4, common_alignment([staged, *halves])),
+        "COMPACT": isinstance(move.staged, Compact),
+    }
+    numbers = (
+        pages.device_table,
+        device.spans,
+        device.targets,
+        _block_table(pages.widths, pages.device),
+        device.address,
+        len(spans.num_rows),
+        len(move.layers),
+        device.staged_layers,
+        device.first_staged,
+        move.layers.start,
+        move.layers.step,
+        num_heads,
+        move.heads.start,
+    )
+    programs = len(spans.num_rows) * len(move.layers) * len(blocks) * num_heads
+    if scatter:
+        unpack = config if isinstance(config, UnpackConfig) else UNPACK
+        rows = min(unpack.rows, next_power_of_2(most_rows))
+        parts = ceil_div(most_rows, rows * unpack.steps)
+        warps = _warps(rows * columns, unpack.words, unpack.most_warps)
+        unpack_kernel[(programs * parts,)](*numbers, parts, **place, ROWS=rows, STEPS=unpack.steps, num_warps=warps)
+    else:
+        pack = config if isinstance(config, PackConfig) else PACK
+        rows = min(pack.rows, next_power_of_2(most_rows))
+        warps = _warps(rows * columns, pack.words, pack.most_warps)
+        held = {"ROWS": rows, "HELD": most_rows <= rows}
+        pack_kernel[(programs,)](*numbers, **place, **held, num_warps=warps, maxnreg=pack.registers)
+
+
+def _warps(num_words: int, words: int, most: int) -> int:
+    return min(most, max(1, num_words // (32 * words)))
+
+
+def packed_fits_triton(tiles: Tensor, widths: tuple[int, ...], num_rows: int) -> Tensor:
+    """`packed_fits`, on the current stream."""
+    out = torch.empty(tiles.shape[:-1], dtype=torch.bool, device=tiles.device)
+    shape, strides = (1, 1, 1, *tiles.shape[:-1])[-3:], (0, 0, 0, *tiles.stride()[:-1])[-3:]
+    if out.numel():
+        fits_kernel[(ceil_div(out.numel(), _TILES),)](
+            tiles,
+            out.view(torch.uint8),
+            _block_table(widths, tiles.device),
+            out.numel(),
+            shape[1],
+            shape[2],
+            *strides,
+            num_rows,
+            NUM_BLOCKS=len(packed_blocks(widths, num_rows)),
+            ALIGNMENT=common_alignment([tiles.data_ptr(), *strides]),
+            TILES=_TILES,
+        )
+    return out
+
+
+@lru_cache(maxsize=64)
+def _block_table(widths: tuple[int, ...], device: torch.device) -> Tensor:
+    """By block: its plane, its first channel and its width."""
+    table = [(block.plane, block.first, block.width) for block in packed_blocks(widths, 1)]
+    return torch.from_numpy(np.array(table, np.int32)).to(device)
