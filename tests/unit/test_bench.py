@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.bench import fleet, push, push_layers, push_nixl, store
+from headwater.bench import fleet, push, push_hosts, push_layers, push_nixl, store
 from headwater.errors import InvalidArgumentError, StoreError
 from headwater.stores.embedded import store_directory
 from headwater.stores.url import parse_url
@@ -75,6 +75,13 @@ def test_a_run_of_peers_without_time_says_so() -> None:
     assert [report[figure] for figure in push_layers.FIGURES] == [None] * len(push_layers.FIGURES)
 
 
+def test_hosts_that_cannot_be_made_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    report = push_hosts.bench_hosts(push.QUICK.hosts, 1, lambda text: None)
+    assert report["hosts_reason"] == "network namespaces need root and `ip`"
+    assert [report[figure] for figure in push_hosts.FIGURES] == [None] * len(push_hosts.FIGURES)
+
+
 @pytest.mark.slow
 def test_layers_that_decode_did_not_get_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the transfer needs torch")
@@ -97,7 +104,7 @@ def test_a_quick_run_of_peers_reports_every_figure_and_leaves_nothing() -> None:
     for figure in push_layers.FIGURES:
         assert report[figure] >= 0
     assert report["push_layerwise_ratio"] > 0
-    for figure in push_nixl.FIGURES:
-        assert report[figure] is None if report["nixl_reason"] else report[figure] >= 0
+    for figures, reason in ((push_nixl.FIGURES, "nixl_reason"), (push_hosts.FIGURES, "hosts_reason")):
+        assert all(report[figure] is None if report[reason] else report[figure] >= 0 for figure in figures)
     assert report["step_cost"] > 0
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("hwbench")]

@@ -116,16 +116,46 @@ def bench_peers(
     pairs: Annotated[int, typer.Option(help="Alternating rounds of push and bare sockets.", min=1)] = 9,
     seconds: Annotated[float, typer.Option(help="Start no further case after this time.", min=1)] = 240.0,
     quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="Compare with NixlConnector in real vLLM, and nothing else.")
+    ] = False,
 ) -> None:
-    """Measure a push into another process's pool against bare sockets."""
+    """Measure a push into another process's pool against bare sockets.
+
+    With --vllm: prefill in one real vLLM and decode in another, through Headwater and through vLLM's NixlConnector.
+    """
     from headwater.bench import push
     from headwater.cli.output import print_json
 
+    if vllm:
+        _bench_handoff(as_json=as_json, pairs=pairs, quick=quick)
+        return
     report = push.run(push.QUICK if quick else push.PeersBench(rounds=pairs, seconds=seconds), _note)
     if as_json:
         print_json(_rounded(report))
     else:
         _print_peers(report)
+
+
+def _bench_handoff(*, as_json: bool, pairs: int, quick: bool) -> None:
+    from headwater.bench import vllm_handoff
+    from headwater.cli.output import console, print_json, table
+    from headwater.errors import EngineConfigError
+
+    if (reason := vllm_handoff.why_not()) is not None:
+        raise EngineConfigError(reason)
+    report = _rounded(vllm_handoff.run(vllm_handoff.QUICK if quick else vllm_handoff.HandoffBench(pairs=pairs), _note))
+    if as_json:
+        print_json(report)
+        return
+    rows = table(
+        f"{report['prompt_len']} tokens", ">first token s", ">after prefill s", ">right tokens, prefill killed"
+    )
+    for name in ("headwater", "nixl"):
+        seconds = [f"{report[f'{what}_{name}_s']:.3f}" for what in ("ttft", "after_prefill")]
+        rows.add_row(name, *seconds, f"{report[f'killed_tokens_{name}']} of 4")
+    console().print(rows)
+    console().print(f"ttft_vs_nixl {report['ttft_vs_nixl']:.2f} (noise {report['ttft_noise']:.2f})")
 
 
 @bench_app.command("router")
@@ -265,6 +295,11 @@ def _print_peers(report: dict[str, Any]) -> None:
         figures = [f"{what}_{name}" for what in ("push_gbps", "bare_gbps", "push_ratio", "push_noise")]
         rates.add_row(name, *(f"{report[figure]:.2f}" for figure in figures))
     console().print(rates)
+    if (reason := report["hosts_reason"]) is not None:
+        console().print(f"between hosts: not measured, {reason}")
+    else:
+        ratio, noise = report["push_ratio_hosts"], report["push_noise_hosts"]
+        console().print(f"push_ratio_hosts {ratio:.2f} (noise {noise:.2f}): between two network namespaces")
     if (reason := report["nixl_reason"]) is not None:
         console().print(f"NIXL: not measured, {reason}")
     else:
@@ -282,6 +317,7 @@ def _print_peers(report: dict[str, Any]) -> None:
             "last layer computed → in decode's cache, over the same in bulk",
         ),
         ("step_cost", "step_noise", "prefill's step with a push, over the step without"),
+        ("stopped_step_cost", "step_noise", "the same to a peer that is stopped"),
     ):
         console().print(f"{figure} {report[figure]:.2f} (noise {report[noise]:.2f}): {meaning}")
 

@@ -441,7 +441,10 @@ class PeerLink:
     def _connect(self) -> None:
         if self._talk.connection is None and self.is_dead:
             raise PeerError(f"{self.address} failed a moment ago")
-        self._counts["connected"] += self._talk.connect()
+        if self._talk.connect():
+            self._counts["connected"] += 1
+            carrier = "TCP" if self._talk.writer is None else "NIXL"
+            log.info("pushes to %s go over %s", self.address, carrier)
 
     def _fail(self, error: PeerError) -> None:
         """The connection is of no use any more. Where it merely ended (the peer was restarted, most likely), everything
