@@ -18,7 +18,6 @@ from headwater.bench.push_hosts import bench_hosts
 from headwater.bench.push_layers import LayersCase, bench_layers
 from headwater.bench.push_turns import measure, push_turn
 
-
 _BYTES_A_ROUND, _MOST_TIMES = 128 << 20, 16
 """A case of few bytes is repeated more often: of nine rounds of a millisecond, a neighbour may disturb all."""
 

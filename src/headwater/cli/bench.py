@@ -119,10 +119,14 @@ def bench_peers(
     vllm: Annotated[
         bool, typer.Option("--vllm", help="Compare with NixlConnector in real vLLM, and nothing else.")
     ] = False,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Compare packed tiles with raw ones through slow links, and nothing else.")
+    ] = False,
 ) -> None:
     """Measure a push into another process's pool against bare sockets.
 
     With --vllm: prefill in one real vLLM and decode in another, through Headwater and through vLLM's NixlConnector.
+    With --packed: between two network namespaces whose link is limited to 1 and to 10 Gb/s.
     """
     from headwater.bench import push
     from headwater.cli.output import print_json
@@ -130,11 +134,32 @@ def bench_peers(
     if vllm:
         _bench_handoff(as_json=as_json, pairs=pairs, quick=quick)
         return
+    if packed:
+        _bench_packed(as_json=as_json, pairs=pairs, quick=quick)
+        return
     report = push.run(push.QUICK if quick else push.PeersBench(rounds=pairs, seconds=seconds), _note)
     if as_json:
         print_json(_rounded(report))
     else:
         _print_peers(report)
+
+
+def _bench_packed(*, as_json: bool, pairs: int, quick: bool) -> None:
+    from headwater.bench import packed_link
+    from headwater.cli.output import console, print_json, table
+
+    plan = packed_link.QUICK if quick else packed_link.PackedLinkBench(rounds=pairs)
+    report = _rounded(packed_link.run(plan, _note))
+    if as_json:
+        print_json(report)
+        return
+    rows = table("link", ">gives Gb/s", *(f">{way}" for way in packed_link.WAYS), ">packed_fetch", ">noise")
+    for name, _ in plan.rates:
+        ratios = [f"{report[f'packed_{way}_{name}']:.2f}" for way in (*packed_link.WAYS, "fetch")]
+        noise = f"{report[f'packed_fetch_noise_{name}']:.2f}"
+        rows.add_row(name, f"{8 * report[f'link_gbps_{name}']:.2f}", *ratios, noise)
+    console().print(rows)
+    console().print(f"time of packed tiles over that of raw ones; {report['packed_size_ratio']:.3f} of their bytes")
 
 
 def _bench_handoff(*, as_json: bool, pairs: int, quick: bool) -> None:
