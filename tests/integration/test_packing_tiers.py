@@ -43,13 +43,14 @@ from packing_cases import (
     write,
 )
 
-from faults import FaultProxy
+from faults import FaultProxy, fault_proxy
 from servers import Server, redis_server
 from support import empty_tiles, local_tiles, temporary_url, wait_until
 
 pytestmark = pytest.mark.slow
 
 LOWER = ("file", "redis")
+EXTENT = {form: stored_extent_bytes(SPEC, CHUNK, form) for form in (RAW, PACKED)}
 
 
 @pytest.fixture(scope="module")
@@ -309,6 +310,76 @@ def test_a_bit_that_flips_between_hosts_is_found(way: str) -> None:
                 pc.nothing_pending(other)
         finally:
             proxy.close()
+
+
+@pytest.mark.parametrize("at", [20_000, 60_000, 100_000])
+def test_a_bit_that_flips_in_a_pushed_tile_is_found_where_it_is_read(at: int) -> None:
+    with (
+        open_pool("memory://?capacity=8MiB&packing=on&deadline=30") as one,
+        open_pool("memory://?capacity=8MiB&deadline=30") as other,
+        pc.receiving(other) as peer,
+        fault_proxy(peer.address.port) as proxy,
+    ):
+        here, there = space_of(one), space_of(other)
+        chunks = prompt(here, 10)
+        write(here, chunks)
+        with pc.sending(here) as (sender,):
+            proxy.flip_question_after = at
+            name = pc.transfer_id()
+            sender.push(name, f"127.0.0.1:{proxy.port}", chunks)
+            sender.flush(name, 20.0)
+            assert proxy.flip_question_after is None
+        out = [empty_tiles(SPEC, chunk, WHOLE) for chunk in chunks]
+        statuses = there.read(chunks, WHOLE, out)
+        assert statuses.count(Status.OK) < 10
+        for chunk, tiles, status in zip(chunks, out, statuses, strict=True):
+            assert status != Status.OK or np.array_equal(tiles, local_tiles(SPEC, chunk, WHOLE))
+        # What is left is right, and the rest can be pushed again.
+        with pc.sending(here) as (sender,):
+            name = pc.transfer_id()
+            sender.push(name, f"127.0.0.1:{proxy.port}", chunks)
+            assert sender.flush(name, 20.0) == 10 * CHUNK
+        check(there, chunks)
+
+
+# ---- what travels -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("way", ["pull", "push", "redis"])
+def test_a_quarter_of_the_bytes_stays_at_home(way: str, server: Server) -> None:
+    """Counted on the wire, in the direction in which tiles travel."""
+    moved = {}
+    for packing in ("off", "on"):
+        with (
+            open_pool(f"memory://?capacity=8MiB&packing={packing}&deadline=30") as one,
+            open_pool("memory://?capacity=8MiB&deadline=30") as other,
+            pc.receiving(other if way == "push" else one) as peer,
+            fault_proxy(server.port if way == "redis" else peer.address.port) as proxy,
+        ):
+            here, there = space_of(one), space_of(other)
+            chunks = prompt(here, 20)
+            if way == "push":
+                write(here, chunks)
+                with pc.sending(here) as (sender,):
+                    name = pc.transfer_id()
+                    sender.push(name, f"127.0.0.1:{proxy.port}", chunks)
+                    assert sender.flush(name, 30.0) == 20 * CHUNK
+                check(there, chunks)
+            else:
+                redis = f"prefix=w{os.urandom(5).hex()}&lookup=20&deadline=30&packing={packing}"
+                lower = f"peer://127.0.0.1:{proxy.port}?lookup=20&deadline=30"
+                if way == "redis":
+                    lower = f"redis://127.0.0.1:{proxy.port}?{redis}"
+                    with open_pool(f"redis://127.0.0.1:{server.port}?{redis}") as writer:
+                        write(space_of(writer), chunks)
+                else:
+                    write(here, chunks)
+                with open_pool(f"memory://?capacity=8MiB&packing=off,{lower}") as pool:
+                    check(space_of(pool), chunks)
+                    assert all(space_of(pool).exists(chunks))
+            moved[packing] = proxy.num_bytes[way == "push"]
+    raw, stored = (20 * EXTENT[form] for form in (RAW, PACKED))
+    assert raw < moved["off"] < 1.1 * raw
+    assert stored < moved["on"] < 1.1 * stored
+    assert moved["on"] < 0.85 * moved["off"]
 
 
 # ---- other software, other processes ----------------------------------------------------------------------------
