@@ -26,7 +26,7 @@ HALF, WIDE, INDEX, LONG = "*bf16", "*fp32", "*i32", "*i64"
 QWEN3_30B = {"TOP_K": 8, "INNER": 768, "HIDDEN": 2048, "NUM_EXPERTS": 128}
 
 
-def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> None:
+def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
     """Compile to a binary. Arguments that are neither in `types` nor constants are 32-bit integers."""
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -41,6 +41,7 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert made.asm["cubin"]
     assert made.metadata.shared <= SHARED_BYTES
+    return made
 
 
 @pytest.fixture(autouse=True)

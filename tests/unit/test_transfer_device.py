@@ -18,6 +18,7 @@ from headwater.errors import StoreError  # noqa: E402
 from headwater.kv.hashing import ChunkRef  # noqa: E402
 from headwater.kv.topology import Topology, whole_shard  # noqa: E402
 from headwater.pool import Pool, Space  # noqa: E402
+from headwater.pool import space as space_module  # noqa: E402
 from headwater.stores.base import Status  # noqa: E402
 from headwater.transfer import batching, extents  # noqa: E402
 from headwater.transfer.copy import Copy, run_copies  # noqa: E402
@@ -61,15 +62,16 @@ from support import wait_until  # noqa: E402
 
 MAPPED = "memory://?capacity=32MiB"
 
-only_cuda = pytest.mark.parametrize("mover", ["cuda"], indirect=True)
+only_cuda = pytest.mark.parametrize("mover", ["cuda", "cuda, packed"], indirect=True)
 """For what the other mover does not do."""
 
 
-@pytest.fixture(autouse=True, params=["cpu", "cuda"])
+@pytest.fixture(autouse=True, params=["cpu", "cuda", "cuda, packed"])
 def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(transfer_pool_cases, "MOVER", request.param)
-    name: str = request.param
-    return name
+    name, _, packed = request.param.partition(", ")
+    monkeypatch.setattr(transfer_pool_cases, "MOVER", name)
+    monkeypatch.setattr(space_module, "PACKS_ON_DEVICES", bool(packed))
+    return str(name)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])

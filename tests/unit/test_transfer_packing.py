@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,18 @@ torch = pytest.importorskip("torch", reason="the transfer needs torch")
 
 import transfer_pool_cases  # noqa: E402
 from headwater.connector.misfits import Misfits  # noqa: E402
+from headwater.kernels.extent import Move, gather_rows, scatter_rows  # noqa: E402
+from headwater.kernels.pack import packed_fits  # noqa: E402
+from headwater.kernels.pack_check import Coding, agrees, packs_rightly  # noqa: E402
 from headwater.kv.encoding import PACKED, RAW, stored_extent_bytes  # noqa: E402
 from headwater.kv.hashing import ChunkRef  # noqa: E402
 from headwater.kv.topology import Shard, Topology, whole_shard  # noqa: E402
+from headwater.pool import space as space_module  # noqa: E402
 from headwater.pool.space import Space  # noqa: E402
 from headwater.stores.base import Status  # noqa: E402
+from headwater.transfer import save as save_module  # noqa: E402
 from headwater.transfer.convert import PageSpan, plan_spans, scatter  # noqa: E402
+from headwater.transfer.movers import cuda as cuda_module  # noqa: E402
 from headwater.transfer.save import Saver  # noqa: E402
 from headwater.transfer.view import PagedView  # noqa: E402
 from transfer_pool_cases import (  # noqa: E402
@@ -47,6 +54,7 @@ by_layer = pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by 
 def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = getattr(request, "param", "cuda")
     monkeypatch.setattr(transfer_pool_cases, "MOVER", name)
+    monkeypatch.setattr(space_module, "PACKS_ON_DEVICES", True)
     return name
 
 
@@ -237,6 +245,56 @@ def test_a_tile_that_nobody_could_have_packed_is_not_placed(mover: str, by_layer
         if not by_layer:
             assert np.array_equal(tiles_of(view, WHOLE, chunks[2:3], blocks)[0], before)
         assert space.read(chunks[2:3], WHOLE, [space.empty(chunks[2], WHOLE)]) == [Status.MISS]
+
+
+@pytest.mark.parametrize("what", ["gather", "scatter", "fits", "raises"])
+def test_a_device_that_packs_otherwise_is_found_out(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One bit in one tile, one value of a cache, one tile that is said to fit, or nothing at all."""
+    cpu = torch.device("cpu")
+    assert agrees(cpu)
+
+    def gather(move: Move) -> None:
+        gather_rows(move)
+        ctypes.c_uint8.from_address(move.staged.address + 5000).value ^= 1
+
+    def scatter(move: Move) -> None:
+        scatter_rows(move)
+        ctypes.c_uint8.from_address(move.pages.planes[0][0].address + 16 * 3 * 512).value ^= 1
+
+    def fits(tiles: torch.Tensor, widths: tuple[int, ...], rows: int) -> torch.Tensor:
+        return torch.ones_like(packed_fits(tiles, widths, rows))
+
+    wrong = {"gather": Coding(gather=gather), "scatter": Coding(scatter=scatter), "fits": Coding(fits=fits)}
+    if what in wrong:
+        assert not agrees(cpu, wrong[what])
+    else:
+        assert not packs_rightly(torch.device("meta"))
+        assert "cannot be checked" in caplog.text
+
+
+@by_layer
+def test_where_a_device_does_not_pack_rightly_kv_is_raw(by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It saves raw tiles, and what others have packed is read by the processor."""
+    monkeypatch.setattr(save_module, "packs_rightly", lambda device: False)
+    monkeypatch.setattr(cuda_module, "packs_rightly", lambda device: False)
+    with open_space(f"{MEMORY}&packing=on") as (_, space, chunks):
+        whole = write_noise(space, chunks)
+        with one_saver(space) as (saver, view, blocks):
+            other = space.keys(list(range(7000, 7000 + 3 * CHUNK))).refs(3)
+            save(saver, other, blocks, by_layer)
+            assert encodings(space, other) == [RAW] * 3
+        view, blocks = make_cache(WHOLE, "cpu")
+        done = Done()
+        loader = make_loader(space, view, WHOLE, staging_bytes=64 * EXTENT, deadline_s=30.0, on_done=done)
+        try:
+            loader.load("a", chunks, blocks, layerwise=by_layer)
+            for layer in range(SPEC.num_layers if by_layer else 0):
+                loader.wait_layer(layer)
+            assert done.next() == ("a", len(chunks))
+        finally:
+            loader.close()
+        for got, want in zip(tiles_of(view, WHOLE, chunks, blocks), whole, strict=True):
+            assert np.array_equal(got, want)
 
 
 def test_a_model_whose_kv_does_not_fit_is_stored_raw_from_then_on(caplog: pytest.LogCaptureFixture) -> None:

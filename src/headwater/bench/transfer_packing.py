@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwater.bench.measure import Note, Rounds, gbps
-from headwater.bench.transfer_gpu import AXES, TransferBench, run_rounds
+from headwater.bench.transfer_gpu import AXES, LATENT_AXES, TransferBench, run_rounds
 from headwater.errors import EngineError
 from headwater.kernels.extent import Compact, Move, Pages, Spans, Table, gather_rows, scatter_rows
 from headwater.kernels.pack import packed_bytes, packed_fits
@@ -50,10 +50,13 @@ class PackedCache:
 
     def __init__(self, spec: KVSpec, tokens: int, chunk: int, block_size: int, device: torch.device) -> None:
         count = tokens // block_size
-        width = spec.planes[0].width
-        shape = (len(spec.planes), count, block_size, spec.num_kv_heads, width)
+        widths = [plane.width for plane in spec.planes]
+        shape: tuple[int, ...] = (len(widths), count, block_size, spec.num_kv_heads, widths[0])
+        axes: tuple[str, ...] = AXES
+        if len(set(widths)) > 1:
+            shape, axes = (count, block_size, sum(widths)), LATENT_AXES
         self.layers = [_like_kv(shape, device) for _ in range(spec.num_layers)]
-        self.view: PagedView = view_tensors(spec, self.layers, AXES)
+        self.view: PagedView = view_tensors(spec, self.layers, axes)
         order = np.random.default_rng(7).permutation(count).astype(np.int64)
         self.spans = packed_spans(self.view.pages, order, tokens // chunk, chunk)
         self.num_tiles = tokens // chunk * spec.num_tiles
@@ -115,6 +118,6 @@ def _report(rounds: Rounds, cache: PackedCache, copy: DeviceCopy) -> dict[str, A
 
 
 def _like_kv(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Normal values, with a scale for every channel of every head."""
-    scales = torch.randn((shape[0], 1, 1, *shape[-2:]), device=device).mul_(2).exp_()
+    """Normal values, with a scale for every channel of every head and plane."""
+    scales = torch.randn((shape[0], 1, 1, *shape[3:]) if len(shape) == 5 else shape[-1:], device=device).mul_(2).exp_()
     return torch.randn(shape, dtype=torch.float32, device=device).mul_(scales).to(torch.bfloat16)

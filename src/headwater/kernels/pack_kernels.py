@@ -15,7 +15,7 @@ from headwater.kernels.extent import TABLES
 from headwater.kernels.xxh3_triton import tile_start
 
 _TABLES = tl.constexpr(TABLES)
-_PICKED = tl.constexpr(16)
+_PICKED = tl.constexpr(8)
 """Rows that are searched for escapes together."""
 _LANES = tl.constexpr(128)
 """Escapes that are written together."""
@@ -180,7 +180,7 @@ def _encode(words, bases):
     escapes = ((below + 0x7FF17FF1) >> 15) & 0x00010001  # 15 and more
     codes = below & 0x000F000F | escapes * 15
     signs = (words >> 8) & 0x00800080 | words & 0x007F007F
-    return signs | signs >> 8, codes | codes >> 12, escapes
+    return signs + (signs >> 8), codes + (codes >> 12), escapes
 
 
 @triton.jit
@@ -215,22 +215,26 @@ def _pack_rows(
     tl.store(tl.multiple_of(codes_at, CODES) + index, codes.to(tl.uint8), mask=mask)
 
     halves = tl.sum(escapes, axis=1)  # even channels in the lower half
-    found = tl.where(valid, (halves & 0xFFFF) + (halves >> 16), 0).to(tl.int32)
-    total = count + tl.sum(found)
+    found = tl.where(valid, (halves & 0xFFFF) + (halves >> 16), 0)
+    # Two sums in one: rows that have any in the lower half, and escapes in the upper one.
+    both = tl.where(found > 0, found << 16 | 1, 0)
+    sums = tl.sum(both)
+    total = count + (sums >> 16).to(tl.int32)
     if (total > count) & (total <= room):
         # The few rows that have any, a handful at a time: they are read again, and their escapes counted through.
-        has = found > 0
-        rank = tl.cumsum(has.to(tl.int32), 0) - 1
-        before = count + tl.cumsum(found, 0) - found
-        num_picked = tl.sum(has.to(tl.int32))
+        through = tl.cumsum(both, 0)
+        rank = tl.where(both > 0, (through & 0xFFFF).to(tl.int32) - 1, -1)
+        place = ((through - both >> 16) << 16).to(tl.int32) | row
+        num_picked = (sums & 0xFFFF).to(tl.int32)
         for start in range(0, num_picked, _PICKED):
             number = start + tl.arange(0, _PICKED)
             live = number < num_picked
-            pick = has[None, :] & (rank[None, :] == number[:, None])
-            picked = first_row + tl.sum(tl.where(pick, row[None, :], 0), axis=1)
-            slot = tl.sum(tl.where(pick, before[None, :], 0), axis=1)
+            picked = tl.sum(tl.where(rank[None, :] == number[:, None], place[None, :], 0), axis=1)
+            slot = count + (picked >> 16)
+            picked = first_row + (picked & 0xFFFF)
             some = live[:, None] & (column < half)[None, :]
-            again = _load_cache(rows_of, picked, live, column, some, BLOCK_SIZE, CACHE)
+            # A word a thread, as their escapes will be stored.
+            again = _load_cache(rows_of, picked, live, column, some, BLOCK_SIZE, CACHE if CACHE < 4 else 4)
             _, _, here = _encode(again, bases)
             even, odd = (here & 1).to(tl.int32), (here >> 16).to(tl.int32)
             listed = slot[:, None] + tl.cumsum(even + odd, 1) - even - odd

@@ -58,22 +58,9 @@ def move_packed_triton(
     require(pages.alignment >= 2, "a cache of which every number is even", alignment=pages.alignment)
     assert spans.packed_bytes is not None
     most_rows = int(spans.num_rows[spans.packed_bytes > 0].max())
-    blocks = packed_blocks(pages.widths, 1)
-    halves = [block.width // 2 for block in blocks]
-    columns = next_power_of_2(max(halves))
     staged = common_alignment([device.alignment, *pages.row_bytes])  # raw tiles may lie before a packed one
-    place = {
-        "BLOCK_SIZE": pages.block_size,
-        "NUM_PLANES": len(pages.row_bytes),
-        "NUM_BLOCKS": len(blocks),
-        "COLUMNS": columns,
-        "HALVES": common_alignment(halves),
-        "CACHE": pages.alignment if pages.dense else 2,
-        "STAGED": staged,
-        "SIGNS": min(8, common_alignment([staged, *(2 * half for half in halves)])),
-        "CODES": min(4, common_alignment([staged, *halves])),
-        "COMPACT": isinstance(move.staged, Compact),
-    }
+    place = block_constants(pages.widths, pages.alignment if pages.dense else 2, staged)
+    place |= {"BLOCK_SIZE": pages.block_size, "COMPACT": isinstance(move.staged, Compact)}
     numbers = (
         pages.device_table,
         device.spans,
@@ -89,23 +76,41 @@ def move_packed_triton(
         num_heads,
         move.heads.start,
     )
-    programs = len(spans.num_rows) * len(move.layers) * len(blocks) * num_heads
+    programs = len(spans.num_rows) * len(move.layers) * place["NUM_BLOCKS"] * num_heads
     if scatter:
         unpack = config if isinstance(config, UnpackConfig) else UNPACK
         rows = min(unpack.rows, next_power_of_2(most_rows))
         parts = ceil_div(most_rows, rows * unpack.steps)
-        warps = _warps(rows * columns, unpack.words, unpack.most_warps)
+        warps = num_warps(rows * place["COLUMNS"], unpack)
         unpack_kernel[(programs * parts,)](*numbers, parts, **place, ROWS=rows, STEPS=unpack.steps, num_warps=warps)
     else:
         pack = config if isinstance(config, PackConfig) else PACK
         rows = min(pack.rows, next_power_of_2(most_rows))
-        warps = _warps(rows * columns, pack.words, pack.most_warps)
+        warps = num_warps(rows * place["COLUMNS"], pack)
         held = {"ROWS": rows, "HELD": most_rows <= rows}
         pack_kernel[(programs,)](*numbers, **place, **held, num_warps=warps, maxnreg=pack.registers)
 
 
-def _warps(num_words: int, words: int, most: int) -> int:
-    return min(most, max(1, num_words // (32 * words)))
+def block_constants(widths: tuple[int, ...], cache: int, staged: int) -> dict[str, int]:
+    """What the kernels know of planes of these widths when they are compiled, and of the alignment of both sides:
+    `cache` is 2 where rows are not dense."""
+    blocks = packed_blocks(widths, 1)
+    halves = [block.width // 2 for block in blocks]
+    return {
+        "NUM_PLANES": len(widths),
+        "NUM_BLOCKS": len(blocks),
+        "COLUMNS": next_power_of_2(max(halves)),
+        "HALVES": common_alignment(halves),
+        "CACHE": cache,
+        "STAGED": staged,
+        "SIGNS": min(8, common_alignment([staged, *(2 * half for half in halves)])),
+        "CODES": min(4, common_alignment([staged, *halves])),
+    }
+
+
+def num_warps(num_words: int, config: PackConfig | UnpackConfig) -> int:
+    """Of a program that has so many words at once."""
+    return min(config.most_warps, max(1, num_words // (32 * config.words)))
 
 
 def packed_fits_triton(tiles: Tensor, widths: tuple[int, ...], num_rows: int) -> Tensor:

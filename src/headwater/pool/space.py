@@ -41,6 +41,8 @@ from headwater.stores.base import (
 )
 from headwater.stores.encode import pack_piece
 
+PACKS_ON_DEVICES = False
+"""Whether `packing=auto` packs what a GPU saves. It will when a GPU was measured (docs/packing.md)."""
 _FETCH_S = 2.0
 """How long a read without a deadline waits for lower tiers."""
 
@@ -447,7 +449,8 @@ class Space:
     def encoding(self, num_tokens: int, shard: Shard, *, on_device: bool = False) -> int:
         """How this pool wants new tiles of so many tokens to be stored. `on_device`: a GPU packs them."""
         packing = self._store.packing
-        is_wanted = packing == Packing.ON or (packing == Packing.AUTO and (on_device or not self.mapped))
+        pays = not self.mapped or (on_device and PACKS_ON_DEVICES)
+        is_wanted = packing == Packing.ON or (packing == Packing.AUTO and pays)
         return packed_or_raw(self.spec, num_tokens) if is_wanted and shard.split.parts == 1 else RAW
 
     def _shape(self, chunk: ChunkRef, shard: Shard, encoding: int = RAW) -> tuple[int, int, int]:

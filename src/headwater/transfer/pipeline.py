@@ -21,7 +21,7 @@ from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
-from headwater.stores.base import Status
+from headwater.stores.base import Loan, Status
 from headwater.transfer.load_job import Load, LoadBatch, LoadPart, Stored
 from headwater.transfer.movers.base import Placer
 from headwater.transfer.streams import PAST
@@ -229,15 +229,15 @@ class Pipeline:
         loan = self._space.lend(chunks, shard)
         try:
             stored = list[Stored]()
+            if not self._placer.can_place(loan.encodings):
+                return self._give_up_lending(load, first, size, loan)
             for place in loan.places:
                 if place is None:
                     self.statuses[Status.MISS] += not self.may_land and not load.is_segment
                     break
                 address = self._placer.address(place.segment)
                 if address is None:
-                    self.lends = self.may_land = False
-                    loan.release()
-                    return self._look_up(load, first, size)
+                    return self._give_up_lending(load, first, size, loan)
                 stored.append(Stored(address, address + place.offset))
             if not stored:
                 loan.release()
@@ -250,6 +250,12 @@ class Pipeline:
             loan.release()
             raise
         return part
+
+    def _give_up_lending(self, load: Load, first: int, size: int, loan: Loan) -> LoadPart | None:
+        """Nothing can be placed from where it is stored, from now on: read it."""
+        self.lends = self.may_land = False
+        loan.release()
+        return self._look_up(load, first, size)
 
     def _all_layers(self, shard: Shard, sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         """Checksums of some layers at their places among all layers of this rank's: movers look for them there."""

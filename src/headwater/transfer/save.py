@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from headwater.kernels.pack_check import packs_rightly
 from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
@@ -71,7 +72,7 @@ class Saver:
         """More than a step may have pending at a time: to be taken at its end, all layers at once."""
         self._is_in_step = False
         """Whether some layers of a step were announced, and not its last one."""
-        self._packs = self._overlaps = mover == "cuda"
+        self._overlaps = mover == "cuda"
         """Whether the ring empties while a step computes; where it may not, a step must fit into it."""
         self._num_full = 0
         self._sender = Sender(space, view, shard, self.ring, mover, deadline_s, sink)
@@ -142,11 +143,14 @@ class Saver:
     def _job(self, wanted: SaveRequest, groups: list[range]) -> SaveJob:
         """A job of one request's chunks. A GPU packs tiles while it gathers them, a CPU when they leave the ring."""
         name, chunks, block_ids, raw = wanted
+        is_device = self._overlaps
         sizes = {chunk.num_tokens for chunk in chunks}
-        wants = {n: self._space.encoding(n, self._shard, on_device=self._packs) for n in sizes}
+        wants = {n: self._space.encoding(n, self._shard, on_device=is_device) for n in sizes}
+        if is_device and any(want != RAW for want in wants.values()) and not packs_rightly(self._view.device):
+            wants = dict.fromkeys(sizes, RAW)
         encodings = [RAW if chunk.key in raw else wants[chunk.num_tokens] for chunk in chunks]
         plan = plan_chunks(self._view, self._shard, chunks, block_ids)
-        plan = plan.packed(encodings) if self._packs else plan
+        plan = plan.packed(encodings) if is_device else plan
         return SaveJob(chunks, [name] * len(chunks), encodings, plan, groups)
 
     def _save_job(self, job: SaveJob) -> None:

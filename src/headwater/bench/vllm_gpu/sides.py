@@ -22,6 +22,7 @@ from headwater.bench.vllm_gpu.plan import (
     LMCACHE,
     LMCACHE_V3,
     OFFLOADING,
+    PACKED,
     PLAIN,
     UNPACKED,
     GpuPlan,
@@ -70,11 +71,11 @@ class Places:
     """A directory on a disk, for the lower tier."""
     capacity_bytes: int
 
-    def url(self, variant: str, *, is_packed: bool = True) -> str:
+    def url(self, variant: str, packing: str = "") -> str:
         """The pool of a variant. Sides that differ in how they load share one."""
         name = f"{_NAME}-{os.getpid()}" + (f"-{variant}" if variant in (DEFAULT_CAPACITY, TIERS) else "")
-        if not is_packed:
-            return f"shm:///{name}-unpacked?capacity={self.capacity_bytes}&packing=off"
+        if packing:
+            return f"shm:///{name}-packing-{packing}?capacity={self.capacity_bytes}&packing={packing}"
         if variant == DEFAULT_CAPACITY:
             return f"shm:///{name}"
         if variant == TIERS:
@@ -110,7 +111,7 @@ def _plain(side: Side, plan: GpuPlan, places: Places) -> Side:
 
 
 def _headwater(side: Side, plan: GpuPlan, places: Places) -> Side:
-    url = places.url(side.variant, is_packed=side.name != UNPACKED)
+    url = places.url(side.variant, {PACKED: "on", UNPACKED: "off"}.get(side.name, ""))
     extra: dict[str, Any] = {"pool": url, "sample_weights": True}  # every byte of 16 GB takes longer than a start
     if side.name == LAYERWISE:
         extra["load_mode"] = "layerwise"
@@ -150,6 +151,7 @@ _CONNECTORS: dict[str, Callable[[Side, GpuPlan, Places], Side]] = {
     PLAIN: _plain,
     HEADWATER: _headwater,
     LAYERWISE: _headwater,
+    PACKED: _headwater,
     UNPACKED: _headwater,
     OFFLOADING: _offloading,
     LMCACHE: _lmcache,

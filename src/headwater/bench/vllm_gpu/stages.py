@@ -17,6 +17,7 @@ from headwater.bench.vllm_gpu.plan import (
     LMCACHE,
     LMCACHE_V3,
     OFFLOADING,
+    PACKED,
     PLAIN,
     UNPACKED,
     GpuPlan,
@@ -112,7 +113,8 @@ def _all_stages(plan: GpuPlan) -> Iterator[Stage]:
     throughput = Measure("throughput", "throughput", measures.measure_throughput, seconds=120)
     yield Stage(PLAIN, (ours, (PLAIN, BASE)), (*local, throughput))
     yield Stage(OFFLOADING, (ours, (OFFLOADING, BASE)), (*hits, *others))
-    yield Stage(UNPACKED, (ours, (UNPACKED, BASE)), (hits[-1], equal(UNPACKED)))  # of the longest prompt
+    packed = (PACKED, BASE)
+    yield Stage(PACKED, (packed, (UNPACKED, BASE)), (hits[-1], equal(PACKED)))  # of the longest prompt
     burst = Measure("burst", "burst", measures.measure_burst, burst_tokens, seconds=50)
     beside = (*hits, share(HEADWATER), equal(HEADWATER), equal(LMCACHE), burst, *others)
     yield Stage(LMCACHE, (ours, (LMCACHE, BASE)), beside, False)

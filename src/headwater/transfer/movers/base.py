@@ -85,6 +85,9 @@ class Placer(Protocol):
     def address(self, segment: Bytes) -> int | None:
         """Where a segment begins; None where this mover cannot reach it in place."""
 
+    def can_place(self, encodings: Sequence[int]) -> bool:
+        """Whether tiles in these encodings can be placed as they are stored; otherwise they must be read."""
+
     def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds, encodings: Sequence[int]) -> ConversionPlan:
         """Where some chunks of a request lie in the cache; they will come in these encodings."""
 

@@ -163,6 +163,9 @@ class CpuPlacer:
     def address(self, segment: Bytes) -> int | None:
         return _address(segment)
 
+    def can_place(self, encodings: Sequence[int]) -> bool:
+        return True
+
     def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds, encodings: Sequence[int]) -> ConversionPlan:
         """See `Placer`. What is packed is decoded before it is placed."""
         return plan_chunks(self._view, self._shard, chunks, block_ids)

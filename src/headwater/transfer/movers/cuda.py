@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headwater.kernels.pack_check import packs_rightly
 from headwater.kernels.post import post
 from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
@@ -183,6 +184,9 @@ class CudaPlacer:
 
     def address(self, segment: Bytes) -> int | None:
         return self._segments.address(segment)
+
+    def can_place(self, encodings: Sequence[int]) -> bool:
+        return all(encoding == RAW for encoding in encodings) or packs_rightly(self._view.device)
 
     def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds, encodings: Sequence[int]) -> ConversionPlan:
         return plan_chunks(self._view, self._shard, chunks, block_ids).packed(encodings)
