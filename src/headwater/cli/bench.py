@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from headwater.cli.bench_output import note, rounded
+from headwater.cli.bench_peers import bench_peers
 from headwater.cli.bench_vllm import bench_vllm
 from headwater.cli.engine_options import needs_extra
 
@@ -36,9 +38,9 @@ def bench_store(
     from headwater.cli.output import print_json
 
     full = store.StoreBench(tiles_bytes=int(tiles_gib * 2**30), num_chunks=chunks, pairs=pairs)
-    report = store.run(replace(store.QUICK if quick else full, url=url, redis=redis, remote=redis), _note)
+    report = store.run(replace(store.QUICK if quick else full, url=url, redis=redis, remote=redis), note)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         _print_store(report)
 
@@ -81,9 +83,9 @@ def bench_engine(
         )
     except InvalidArgumentError as error:
         raise typer.BadParameter(str(error)) from None
-    report = engine.run(chosen, _note)
+    report = engine.run(chosen, note)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         _print_engine(report)
 
@@ -103,59 +105,11 @@ def bench_transfer(
         from headwater.bench import transfer, transfer_gpu
 
     full = transfer_gpu.TransferBench(num_tokens=tokens, staging_bytes=staging_mib << 20, pairs=pairs)
-    report = transfer.run(transfer.QUICK if quick else full, _note)
+    report = transfer.run(transfer.QUICK if quick else full, note)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         _print_transfer(report)
-
-
-@bench_app.command("peers")
-def bench_peers(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
-    pairs: Annotated[int, typer.Option(help="Alternating rounds of push and bare sockets.", min=1)] = 9,
-    seconds: Annotated[float, typer.Option(help="Start no further case after this time.", min=1)] = 240.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
-    vllm: Annotated[
-        bool, typer.Option("--vllm", help="Compare with NixlConnector in real vLLM, and nothing else.")
-    ] = False,
-) -> None:
-    """Measure a push into another process's pool against bare sockets.
-
-    With --vllm: prefill in one real vLLM and decode in another, through Headwater and through vLLM's NixlConnector.
-    """
-    from headwater.bench import push
-    from headwater.cli.output import print_json
-
-    if vllm:
-        _bench_handoff(as_json=as_json, pairs=pairs, quick=quick)
-        return
-    report = push.run(push.QUICK if quick else push.PeersBench(rounds=pairs, seconds=seconds), _note)
-    if as_json:
-        print_json(_rounded(report))
-    else:
-        _print_peers(report)
-
-
-def _bench_handoff(*, as_json: bool, pairs: int, quick: bool) -> None:
-    from headwater.bench import vllm_handoff
-    from headwater.cli.output import console, print_json, table
-    from headwater.errors import EngineConfigError
-
-    if (reason := vllm_handoff.why_not()) is not None:
-        raise EngineConfigError(reason)
-    report = _rounded(vllm_handoff.run(vllm_handoff.QUICK if quick else vllm_handoff.HandoffBench(pairs=pairs), _note))
-    if as_json:
-        print_json(report)
-        return
-    rows = table(
-        f"{report['prompt_len']} tokens", ">first token s", ">after prefill s", ">right tokens, prefill killed"
-    )
-    for name in ("headwater", "nixl"):
-        seconds = [f"{report[f'{what}_{name}_s']:.3f}" for what in ("ttft", "after_prefill")]
-        rows.add_row(name, *seconds, f"{report[f'killed_tokens_{name}']} of 4")
-    console().print(rows)
-    console().print(f"ttft_vs_nixl {report['ttft_vs_nixl']:.2f} (noise {report['ttft_noise']:.2f})")
 
 
 @bench_app.command("router")
@@ -181,9 +135,9 @@ def bench_router(
         work=router_sim.Workload(num_requests=requests),
         real=router_real.RealBench(model=model) if real else None,
     )
-    report = router.run(router.QUICK if quick else full, _note)
+    report = router.run(router.QUICK if quick else full, note)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         _print_router(report)
 
@@ -213,9 +167,9 @@ def bench_ttft(
         cpu=replace(plan.cpu, seconds=seconds) if cpu and plan.cpu is not None else None,
         gpu=plan.gpu if gpu else None,
     )
-    report = ttft.run(chosen, _note, device)
+    report = ttft.run(chosen, note, device)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         _print_ttft(report)
 
@@ -237,9 +191,9 @@ def bench_packing(
         from headwater.bench import packing
 
     plan = packing.QUICK if quick else packing.PackingBench(pairs=pairs)
-    report = packing.run(replace(plan, model=model), _note)
+    report = packing.run(replace(plan, model=model), note)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         _print_packing(report)
 
@@ -261,9 +215,9 @@ def bench_fleet(
     from headwater.cli.output import console, print_json, table
 
     full = bench.FleetBench(clients=clients, processes=processes, seconds=seconds, flips=flips)
-    report = bench.run(bench.QUICK if quick else full, _note)
+    report = bench.run(bench.QUICK if quick else full, note)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         figures = table("fleet", ">")
         for name, value in report.items():
@@ -273,53 +227,8 @@ def bench_fleet(
     raise typer.Exit(1 if report["wrong_bytes"] else 0)
 
 
+bench_app.command("peers")(bench_peers)
 bench_app.command("vllm")(bench_vllm)
-
-
-def _note(text: str) -> None:
-    typer.echo(f"… {text}", err=True)
-
-
-def _rounded(value: Any) -> Any:
-    """Four significant digits are more than any of these figures has."""
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def _print_peers(report: dict[str, Any]) -> None:
-    from headwater.cli.output import console, table
-
-    rates = table("tiles", ">push GB/s", ">bare GB/s", ">ratio", ">noise")
-    for name in [key.removeprefix("push_gbps_") for key in report if key.startswith("push_gbps_")]:
-        figures = [f"{what}_{name}" for what in ("push_gbps", "bare_gbps", "push_ratio", "push_noise")]
-        rates.add_row(name, *(f"{report[figure]:.2f}" for figure in figures))
-    console().print(rates)
-    if (reason := report["hosts_reason"]) is not None:
-        console().print(f"between hosts: not measured, {reason}")
-    else:
-        ratio, noise = report["push_ratio_hosts"], report["push_noise_hosts"]
-        console().print(f"push_ratio_hosts {ratio:.2f} (noise {noise:.2f}): between two network namespaces")
-    if (reason := report["nixl_reason"]) is not None:
-        console().print(f"NIXL: not measured, {reason}")
-    else:
-        ratio, noise, idle = (report[f"nixl_{name}"] for name in ("ratio", "noise", "idle_cores"))
-        console().print(
-            f"nixl_ratio {ratio:.2f} (noise {noise:.2f}): a push, over a bare NIXL write; idle {idle:.3f} cores"
-        )
-    if (reason := report["push_layerwise_reason"]) is not None:
-        console().print(f"layer by layer: not measured, {reason}")
-        return
-    for figure, noise, meaning in (
-        (
-            "push_layerwise_ratio",
-            "push_layerwise_noise",
-            "last layer computed → in decode's cache, over the same in bulk",
-        ),
-        ("step_cost", "step_noise", "prefill's step with a push, over the step without"),
-        ("stopped_step_cost", "step_noise", "the same to a peer that is stopped"),
-    ):
-        console().print(f"{figure} {report[figure]:.2f} (noise {report[noise]:.2f}): {meaning}")
 
 
 def _print_store(report: dict[str, Any]) -> None:

@@ -111,8 +111,6 @@ def _pull(
                 continue
             tile_bytes = stored_tile_bytes(spec, wanted[i].chunk.num_tokens, encoding)
             size += read.shard.num_tiles * tile_bytes
-            if size > header.data_bytes:
-                break
             got.append(Got(status, next(sums), encoding, _place(wanted[i], encoding, tile_bytes)))
         targets = [target for item in got if item.tiles is not None for target in _targets(item.tiles)]
         if header.data_bytes != size or size != sum([len(target) for target in targets]):

@@ -293,9 +293,13 @@ class TierFetch:
             if number <= after or not absent or not tier.usable:
                 continue
             for i, form in zip(absent, tier.forms([window[i] for i in absent]), strict=True):
-                if form is not None:
+                if form is not None and self._is_defined(window[i], form):
                     found[i] = number, form
         return found
+
+    def _is_defined(self, chunk: ChunkRef, form: Form) -> bool:
+        """Whether a chunk of this model can be stored so at all: what another host says is not to be relied on."""
+        return stored_tile_bytes(self._root.space.spec, chunk.num_tokens, form.encoding) > 0
 
     def _reserve(self, window: Sequence[ChunkRef], forms: Sequence[Form]) -> list[Ticket]:
         """Extents for as many chunks as there is room for, in chain order."""
