@@ -22,7 +22,7 @@ from headwater.connector.transfers import TransferParams
 from headwater.engine.batch import make_step_input
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import choose_placement, device_kind
-from headwater.engine.draft import Drafter, NoDrafts, accept
+from headwater.engine.draft import Drafter, accept, create_drafter
 from headwater.engine.executor import BaseExecutor, Executor, Pending
 from headwater.engine.identity import engine_identity
 from headwater.engine.link import EngineLink, NoPool, PoolLink
@@ -72,6 +72,9 @@ class EngineStats:
     num_cached_tokens: int
     """Of the prompt tokens: found in the cache instead of computed."""
     num_generated_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    """Of the draft tokens: those that became part of an answer."""
     pool: TransferStats
     """What rank 0 moved to and from the pool."""
 
@@ -118,7 +121,7 @@ class Engine:
         except BaseException:
             self._executor.close()
             raise
-        self._drafter: Drafter = drafter or NoDrafts()
+        self._drafter = drafter or create_drafter(config.speculative_ngram)
         self._scheduler = Scheduler(
             self._pool,
             self._prefix,
@@ -136,6 +139,7 @@ class Engine:
         self._flushing: dict[int, _Flushing] = {}
         """By arrival: requests that are over, and whose answer waits until another host has their KV."""
         self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
+        self._num_draft_tokens = self._num_accepted_tokens = 0
 
     def add(
         self,
@@ -223,6 +227,8 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
             pool=self._link.add_to(self._executor.transfer_stats()),
         )
 
@@ -391,12 +397,15 @@ class Engine:
         if num_known == 0:
             self._num_prompt_tokens += request.num_prompt
             self._num_cached_tokens += request.num_cached or 0
-        self._drafter.landed(request, len(chunk.drafts), len(tokens) - 1)
+        num_right = len(tokens) - 1
+        self._drafter.landed(request, len(chunk.drafts), num_right)
         reasons = (self._why_over(request, number, token) for number, token in enumerate(tokens, num_known + 1))
         count, reason = next(((n, why) for n, why in enumerate(reasons, 1) if why is not None), (len(tokens), None))
         tokens, said = tokens[:count], logprobs[:count] or None
         self._scheduler.landed(chunk, tokens)
         self._num_generated_tokens += count
+        self._num_draft_tokens += len(chunk.drafts)
+        self._num_accepted_tokens += min(num_right, count)
         if reason is not None:
             return self._finish(request, reason, tokens, said)
         return [_make_output(request, tokens, said)]

@@ -182,7 +182,7 @@ class Runner:
 
     def _activation_peak(self) -> int:
         """Bytes that the largest step needs besides weights and KV: measured by running one over a single page."""
-        rows, samples = self._config.max_batched_tokens, self._config.max_num_seqs
+        rows, samples = self._config.max_batched_tokens, self._config.max_samples
         measured = rows if self.device.type == "cuda" else min(rows, PROFILE_ROWS_CPU)
         self.cache = self._create_cache(1)
         # A chunk of latent attention may gather all of its context; on a GPU, that of others stays in its pages.
