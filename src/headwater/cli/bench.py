@@ -53,7 +53,7 @@ def bench_engine(
     cpu: Annotated[bool, typer.Option("--cpu/--no-cpu", help="Compare with transformers on the CPU.")] = True,
     gpu: Annotated[bool, typer.Option("--gpu/--no-gpu", help="Compare with the limits of the GPU, if any.")] = True,
     only: Annotated[
-        str | None, typer.Option(help="Measure only these GPU figures, separated by commas, and nothing on the CPU.")
+        str | None, typer.Option(help="Measure only these figures, separated by commas: of a GPU, or of n-gram drafts.")
     ] = None,
     model_shape: Annotated[
         str | None,
@@ -70,15 +70,20 @@ def bench_engine(
 
     with needs_extra("engine"):
         from headwater.bench import engine
+        from headwater.bench.engine_drafts import DRAFTS_FIGURES
 
     plan = replace(engine.QUICK if quick else engine.EngineBench(), model=model)
-    cpu = cpu and only is None and model_shape is None
+    figures = None if only is None else frozenset(name.strip() for name in only.split(","))
+    cpu = cpu and model_shape is None
+    drafts = cpu and (figures is None or not figures.isdisjoint(DRAFTS_FIGURES))
+    cpu = cpu and only is None
     try:
         chosen = replace(
             plan,
             cpu=replace(plan.cpu, seconds=seconds) if cpu and plan.cpu is not None else None,
+            drafts=plan.drafts if drafts else None,
             gpu=plan.gpu if gpu else None,
-            only=None if only is None else frozenset(name.strip() for name in only.split(",")),
+            only=figures,
             model_shape=model_shape,
         )
     except InvalidArgumentError as error:
@@ -266,6 +271,10 @@ _ENGINE_ROWS = (
     ("{requests} requests, tokens a second", "tokens_per_s"),
     ("  transformers, best static batches", "transformers_static_tokens_per_s"),
     ("  transformers, continuous batching", "transformers_continuous_tokens_per_s"),
+    ("n-gram drafts, quoting: times as fast as without", "ngram_quote_ratio"),
+    ("  noise of that", "ngram_quote_noise"),
+    ("n-gram drafts, a story: times as fast as without", "ngram_story_ratio"),
+    ("  noise of that", "ngram_story_noise"),
     ("prompt of {prefill_tokens} tokens, seconds", "prefill_s"),
     ("  transformers", "transformers_prefill_s"),
     ("GPU, decoding at batch 1, ms a step", "decode_b1_ms"),
