@@ -42,6 +42,7 @@ def test_every_store_can_do_what_its_protocol_says() -> None:
     in_place = methods(MappedStore) - methods(Store)
     assert in_place == {
         "arrived",
+        "forms",
         "segment",
         "reserve",
         "places",
