@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from headwater.kernels.pack import packed_fits  # noqa: E402
 from headwater.kernels.pack_check import Coding, agrees, packs_rightly  # noqa: E402
 from headwater.kv.encoding import PACKED, RAW, stored_extent_bytes  # noqa: E402
 from headwater.kv.hashing import ChunkRef  # noqa: E402
+from headwater.kv.packing import packed_blocks  # noqa: E402
 from headwater.kv.topology import Shard, Topology, whole_shard  # noqa: E402
 from headwater.pool import space as space_module  # noqa: E402
 from headwater.pool.space import Space  # noqa: E402
@@ -28,6 +30,7 @@ from headwater.transfer.convert import PageSpan, plan_spans, scatter  # noqa: E4
 from headwater.transfer.movers import cuda as cuda_module  # noqa: E402
 from headwater.transfer.save import Saver  # noqa: E402
 from headwater.transfer.view import PagedView  # noqa: E402
+from transfer_layer_cases import held_up  # noqa: E402
 from transfer_pool_cases import (  # noqa: E402
     CHUNK,
     EXTENT,
@@ -181,6 +184,24 @@ def test_what_does_not_fit_is_stored_raw(mover: str, by_layer: bool, scheme: str
 
 
 @movers
+@pytest.mark.parametrize("layer", range(4))
+def test_what_does_not_fit_is_not_committed_by_batches_that_are_under_way(mover: str, layer: int) -> None:
+    """It is found out when the last layers are on their way already, whose end commits whatever is whole."""
+    with open_space(f"{MEMORY}&packing=on") as (pool, space, chunks), one_saver(space) as (saver, view, blocks):
+        spoil(view, chunks[3], blocks, layer)
+        with held_up(space, "reserve") as go:
+            saver.begin("r", chunks, blocks)
+            for number in range(SPEC.num_layers):
+                saver.layer_done(number)
+            go.set()
+            assert saver.drain(30)
+        assert space.exists(chunks) == [True] * 3 + [False] * (len(chunks) - 3)
+        assert saver.take_misfits() == [chunks[3].key]
+        assert pool.stats().store.pending_bytes == 0
+        check_stored(space, view, WHOLE, chunks[:3], blocks)
+
+
+@movers
 @by_layer
 def test_no_rank_keeps_what_another_could_not_pack(mover: str, by_layer: bool) -> None:
     """The chunk is aborted for the server; when all ranks know, it is stored raw by all."""
@@ -253,9 +274,13 @@ def test_a_device_that_packs_otherwise_is_found_out(what: str, caplog: pytest.Lo
     cpu = torch.device("cpu")
     assert agrees(cpu)
 
+    def escapes_end(rows: int, width: int) -> int:
+        return packed_blocks((width,), rows)[0].bases
+
     def gather(move: Move) -> None:
         gather_rows(move)
-        ctypes.c_uint8.from_address(move.staged.address + 5000).value ^= 1
+        unused = move.staged.address + escapes_end(100, 128) - 1  # decodes all the same
+        ctypes.c_uint8.from_address(unused).value ^= 1
 
     def scatter(move: Move) -> None:
         scatter_rows(move)
@@ -277,6 +302,13 @@ def test_where_a_device_does_not_pack_rightly_kv_is_raw(by_layer: bool, monkeypa
     """It saves raw tiles, and what others have packed is read by the processor."""
     monkeypatch.setattr(save_module, "packs_rightly", lambda device: False)
     monkeypatch.setattr(cuda_module, "packs_rightly", lambda device: False)
+    real, placed = cuda_module.CudaPlacer.plan, list[int]()
+
+    def plan(self: Any, chunks: Any, block_ids: Any, encodings: Sequence[int]) -> Any:
+        placed.extend(encodings)
+        return real(self, chunks, block_ids, encodings)
+
+    monkeypatch.setattr(cuda_module.CudaPlacer, "plan", plan)
     with open_space(f"{MEMORY}&packing=on") as (_, space, chunks):
         whole = write_noise(space, chunks)
         with one_saver(space) as (saver, view, blocks):
@@ -293,6 +325,7 @@ def test_where_a_device_does_not_pack_rightly_kv_is_raw(by_layer: bool, monkeypa
             assert done.next() == ("a", len(chunks))
         finally:
             loader.close()
+        assert set(placed) == {RAW}
         for got, want in zip(tiles_of(view, WHOLE, chunks, blocks), whole, strict=True):
             assert np.array_equal(got, want)
 
