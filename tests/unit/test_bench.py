@@ -103,7 +103,7 @@ def test_a_run_of_peers_without_time_says_so() -> None:
 def test_hosts_that_cannot_be_made_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     report = push_hosts.bench_hosts(push.QUICK.hosts, 1, lambda text: None)
-    assert report["hosts_reason"] == "network namespaces need root and `ip`"
+    assert report["hosts_reason"] == "network namespaces need root and `ip`, a limited link also `tc`"
     assert [report[figure] for figure in push_hosts.FIGURES] == [None] * len(push_hosts.FIGURES)
 
 
