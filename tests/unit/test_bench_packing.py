@@ -56,13 +56,13 @@ def test_codes_are_counted_over_values_and_over_tiles() -> None:
 
 
 def test_a_chunk_with_one_tile_that_does_not_fit_is_counted_raw() -> None:
-    below = np.zeros((4, TOKENS))
+    below = np.zeros((6, TOKENS))
     below[3, ::2] = 20
-    packed, found = pack_sample(sample_of(below, chunks=2))
+    packed, found = pack_sample(sample_of(below, chunks=3))
     share = packed.packed.shape[1] / packed.raw.shape[1]
-    assert (found["tiles"], found["misfit_tiles"]) == (4, 1)
-    assert found["packed_share"] == pytest.approx((share + 1) / 2)
-    assert found["escapes"] == pytest.approx(1 / 8)
+    assert (found["tiles"], found["misfit_tiles"]) == (6, 1)
+    assert found["packed_share"] == pytest.approx((2 * share + 1) / 3)
+    assert found["escapes"] == pytest.approx(1 / 12)
     assert found["escapes_worst"] == pytest.approx(1 / 2)
 
 
