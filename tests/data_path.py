@@ -191,7 +191,7 @@ def fill_with_leases(pool: Pool) -> None:
         chunks = keys.refs(4)
         shard = whole_shard(SPEC)
         front = pool._store._front  # type: ignore[attr-defined]
-        root = space._root_of(chunks[0].root)
+        root = space._roots.find(chunks[0].root)
         pieces = [Piece(chunk, shard, local_tiles(SPEC, chunk, shard)) for chunk in chunks]
         statuses = front.write(root, pieces, WAIT_S)
         for chunk, status in zip(chunks, statuses, strict=True):

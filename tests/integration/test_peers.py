@@ -212,6 +212,22 @@ def test_a_killed_receiver_costs_the_sender_nothing_and_is_used_again(
         assert p.ask("state")["fds"] == before["fds"]
 
 
+def test_a_prefill_server_that_is_restarted_pushes_again_at_once(tmp_path: Path) -> None:
+    """Killed in the middle of a push; another one under its name pushes the same prompt, which nobody holds now."""
+    with decode(tmp_path) as d:
+        with prefill(tmp_path) as p:
+            transfer = transfer_id()
+            assert p.ask("push", transfer, d.address, 1, NUM_CHUNKS)["taken"]
+            p.ask("compute", transfer, 0, 2)
+            wait_until(lambda: d.layers(1) == [2] * NUM_CHUNKS, 20.0)
+            kill(p)
+        with prefill(tmp_path) as again:
+            assert again.ask("whole", d.address, 1, NUM_CHUNKS, 20.0)["tokens"] == NUM_CHUNKS * CHUNK
+            assert again.ask("state")["counts"]["chunks_sent"] == NUM_CHUNKS
+        d.check(1)
+        nothing_pending(d.pool)
+
+
 def test_restarted_in_the_middle_of_a_push_everything_is_put_again(tmp_path: Path) -> None:
     """The sender finds the connection ended and a receiver that listens: the same push arrives whole."""
     with decode(tmp_path) as d, prefill(tmp_path) as p:

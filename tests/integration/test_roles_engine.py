@@ -60,7 +60,7 @@ def receiver_of(url: str) -> Iterator[tuple[Receiver, Pool]]:
 
 def config_of(model: Path, pool: str | None, **more: object) -> EngineConfig:
     config = EngineConfig(
-        model=str(model), device="cpu", num_threads=1, num_pages=96, max_model_len=1024, pool=pool, pool_group_bytes=1
+        model=str(model), device="cpu", num_threads=1, num_pages=96, max_model_len=1536, pool=pool, pool_group_bytes=1
     )
     return replace(config, **more)  # type: ignore[arg-type]
 
@@ -95,9 +95,13 @@ def push(address: object, name: str = "0f") -> TransferParams:
     return TransferParams(id=name, push_to=str(address))
 
 
-SAMPLE = [("llama", 2, 1), ("qwen3", 4, 1)]
-"""Other ranks at both ends; four ranks of two KV heads are replicas, which divide layers among themselves."""
-ROWS = [("llama", 1, 1), ("llama", 1, 2), ("llama", 3, 2), ("qwen3", 1, 4), ("qwen3", 4, 2), ("qwen3", 2, 4)]
+SAMPLE = [("llama", 2, 1), ("qwen3", 4, 1), ("deepseek_v2", 2, 1)]
+"""Other ranks at both ends; four ranks of two KV heads are replicas, which divide layers among themselves, and so are
+all ranks of a model with latent attention."""
+ROWS = [
+    ("llama", 1, 1), ("llama", 1, 2), ("llama", 3, 2), ("qwen3", 1, 4), ("qwen3", 4, 2), ("qwen3", 2, 4),
+    ("qwen3", 8, 1), ("qwen3", 1, 8), ("deepseek_v2", 1, 2), ("deepseek_v2", 4, 1),
+]  # fmt: skip
 ROWS = SAMPLE + (ROWS if os.environ.get("HEADWATER_ALL_ROWS") else [])
 
 
@@ -119,8 +123,10 @@ def test_decode_loads_all_that_prefill_computed(family: str, prefill_tp: int, de
                 assert len(output.token_ids) == 1
             stats = engine.stats().pool
             assert stats.num_push_drops == 0
-            assert stats.pushed_bytes > 0
         assert pool.stats().store.pending_bytes == 0
+        with open_pool(prefill_url) as saved:
+            one_copy = sum(chunk.num_bytes for chunk in saved.scan())
+        assert receiver.stats()["bytes"] == one_copy > 0, "every byte is sent once, replicas or not"
         decode = config_of(model, decode_url, tensor_parallel_size=decode_tp, page_size=32, num_pages=64)
         with Engine(decode) as engine:
             for prompt, tokens, num_sent in zip(prompts, wanted, sendable, strict=True):
@@ -150,6 +156,33 @@ def test_what_prefill_has_already_is_sent_too(model: Path, tmp_path: Path) -> No
             assert output.num_cached_tokens >= 2 * CHUNK
             assert output.num_sent_tokens == len(prompt)
         assert receiver.stats()["chunks_stored"] == 3
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_a_prompt_whose_beginning_decode_has_is_completed(page_size: int, model: Path, tmp_path: Path) -> None:
+    """Decode has computed two chunks of it for somebody else; the rest is pushed, and nothing is sent twice."""
+    prompt = prompt_of(4 * CHUNK + 60)
+    (wanted,) = alone(model, [prompt])
+    with (
+        two_pools(tmp_path) as (prefill_url, decode_url),
+        receiver_of(decode_url) as (receiver, pool),
+        Engine(config_of(model, decode_url, page_size=page_size, num_pages=1536 // page_size)) as engine,
+    ):
+        engine.add("before", prompt[: 2 * CHUNK], ONE)
+        run(engine)
+        assert engine.drain_saves(WAIT_S)
+        assert pool.stats().store.chunks == 2
+        size = sum(chunk.num_bytes for chunk in pool.scan()) // (2 * CHUNK)
+        with Engine(config_of(model, prefill_url, max_batched_tokens=128)) as prefill:
+            prefill.add("r", prompt, ONE, transfer=push(receiver.address))
+            (output,) = run(prefill)
+            assert output.num_sent_tokens == len(prompt)
+        assert receiver.stats()["chunks_exists"] == 2
+        assert receiver.stats()["bytes"] == size * (len(prompt) - 2 * CHUNK)
+        engine.add("r", prompt, GREEDY, transfer=TransferParams(id="0f"))
+        outputs = run(engine)
+        assert tokens_of(outputs) == wanted
+        assert outputs[-1].num_cached_tokens == len(prompt) - 1
 
 
 def test_prefill_that_is_preempted_sends_all_of_it(model: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.kernels.extent_triton import CopyConfig, move_rows_triton
+from headwater.kernels.pack_check import Coding, agrees
 from headwater.kernels.pack_triton import PackConfig, UnpackConfig, packed_fits_triton
 from headwater.kernels.post_triton import post_triton
 from headwater.kernels.touch_triton import STEP_BYTES, touch_rows_triton
@@ -48,6 +49,11 @@ def test_heads_that_do_not_fill_a_tile(seed):
 
 
 PACKINGS = [(PackConfig(), UnpackConfig()), (PackConfig(8), UnpackConfig(8, steps=2, programs=1))]
+
+
+def test_the_check_at_the_start_passes():
+    gather, scatter = (partial(move_rows_triton, scatter=way) for way in (False, True))
+    assert agrees(torch.device("cpu"), Coding(gather, scatter, packed_fits_triton))
 
 
 @pytest.mark.parametrize(("pack", "unpack"), PACKINGS, ids=["held", "in steps"])

@@ -273,3 +273,24 @@ class TestTheChecksThemselves:
         found = commands_of(Block("p", 1, "", text, ""))
         assert found == ["headwater --help", "headwater --version", "headwater pool ls U", "headwater chat"]
         assert not any(check(line) for line in found)
+
+
+def test_the_tests_and_figures_that_a_page_names_exist() -> None:
+    page = ROOT / "docs" / "disaggregation.md"
+    table = page.read_text().partition("## How it is tested\n")[2]
+    rows = [line for line in table.splitlines() if re.match(r"\| \d+\. ", line)]
+    assert [int(row[2:].partition(".")[0]) for row in rows] == list(range(1, 21))
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    bench = "\n".join(path.read_text() for path in (ROOT / "src" / "headwater" / "bench").glob("*.py"))
+    for row in rows:
+        names = re.findall(r"`(\w+)`", row.rpartition(" | ")[2])
+        assert names, row
+        for name in names:
+            # A figure's name may end with that of its case.
+            found = f"def {name}(" in tests if name.startswith("test_") else _is_figure(name, bench)
+            assert found, f"{page.name}: there is no {name}"
+
+
+def _is_figure(name: str, bench: str) -> bool:
+    stem, _, case = name.partition("push_ratio_")
+    return f'"{name}"' in bench or (not stem and f'PushCase("{case}"' in bench)

@@ -1,6 +1,7 @@
 """The other end of the bare sockets that a push is measured against: private memory, `recvmsg_into`, one byte back.
 
-A process of its own, as a receiver is; its arguments are the number of pieces and their size, and it prints its port.
+A process of its own, as a receiver is; its arguments are the number of pieces, their size and the address to listen on,
+and it prints its port.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
     """Receive rounds until the caller is gone."""
     num_pieces, piece_bytes = int(sys.argv[1]), int(sys.argv[2])
     pieces = shuffled(num_pieces, piece_bytes, 2)
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server((sys.argv[3], 0)) as server:
         print(server.getsockname()[1], flush=True)
         sock, _ = server.accept()
     with sock:

@@ -58,13 +58,26 @@ class PushCase:
         return self.num_tiles * self.tile_bytes
 
 
+@dataclass(frozen=True)
+class FarSide:
+    """Where the processes of the other side run."""
+
+    host: str = "127.0.0.1"
+    """Its address."""
+    command: Sequence[str] = ()
+    """What runs a command there."""
+    secret_file: str | None = None
+
+
+HERE = FarSide()
+
+
 @contextlib.contextmanager
-def bench_pool(case: PushCase) -> Iterator[Pool]:
-    """Large enough for everything to be pending at once."""
+def bench_pool(case: PushCase, options: str = "") -> Iterator[Pool]:
+    """Large enough for everything to be pending at once. `options`: further ones of its URL."""
     capacity = (case.num_bytes * 5 >> 20) + 32
-    url = (
-        f"shm:///hwbench-{os.getpid()}-{secrets.token_hex(4)}?capacity={capacity}MiB&segment={max(8, capacity // 8)}MiB"
-    )
+    name = f"shm:///hwbench-{os.getpid()}-{secrets.token_hex(4)}"
+    url = f"{name}?capacity={capacity}MiB&segment={max(8, capacity // 8)}MiB{options}"
     try:
         with open_pool(url) as pool:
             yield pool
@@ -94,9 +107,10 @@ class BenchReceiver(NamedTuple):
 
 
 @contextlib.contextmanager
-def bench_receiver(url: str, *options: str) -> Iterator[BenchReceiver]:
+def bench_receiver(url: str, *options: str, far: FarSide = HERE) -> Iterator[BenchReceiver]:
     """One that ends with the context."""
-    command = [sys.executable, "-m", "headwater", "pool", "receive", url, "--listen", "127.0.0.1:0", "--json"]
-    with bench_process([*command, "--share", "1.0", *options]) as process:
+    command = [*far.command, sys.executable, "-m", "headwater", "pool", "receive", url, "--listen", f"{far.host}:0"]
+    secret = ["--secret-file", far.secret_file] if far.secret_file else []
+    with bench_process([*command, "--json", "--share", "1.0", *secret, *options]) as process:
         assert process.stdout is not None
         yield BenchReceiver(str(json.loads(process.stdout.readline())["listening"]), process.pid)

@@ -7,15 +7,19 @@ with a step that saves and does not push, so the figures are
     push_layerwise_ratio   from the end of the last layer's products until everything is in decode's cache: pushed
                            layer by layer, over pushed in bulk from the end of the step on
     step_cost              the step with a layer-wise push over the step without one
+    stopped_step_cost      the same to a peer that is stopped (SIGSTOP) when the step begins, over a live connection
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
     from headwater.bench.push_decode import BenchCache
     from headwater.transfer.save import Saver
 
-FIGURES = ("push_layerwise_ratio", "push_layerwise_noise", "step_cost", "step_noise")
+FIGURES = ("push_layerwise_ratio", "push_layerwise_noise", "step_cost", "stopped_step_cost", "step_noise")
 _PRODUCT = 384
 """Rows of the matrices: small enough that a layer's time can be chosen, large enough to leave the interpreter alone."""
 
@@ -65,6 +69,7 @@ def bench_layers(case: LayersCase, rounds: int, note: Note) -> dict[str, Any]:
         "push_layerwise_ratio": handover.ratio("layers", "bulk"),
         "push_layerwise_noise": max(handover.spread("layers"), handover.spread("bulk")),
         "step_cost": steps.ratio("layers", "none"),
+        "stopped_step_cost": steps.ratio("stopped", "none"),
         "step_noise": steps.noise("none", "none again"),
         "push_layerwise_ms": handover.time("layers") * 1e3,
         "push_bulk_ms": handover.time("bulk") * 1e3,
@@ -74,7 +79,7 @@ def bench_layers(case: LayersCase, rounds: int, note: Note) -> dict[str, Any]:
     }
 
 
-_WAYS = ("none", "bulk", "layers", "none again")
+_WAYS = ("none", "bulk", "layers", "stopped", "none again")
 
 
 class _Prefill:
@@ -89,7 +94,7 @@ class _Prefill:
         self._case, push = case, case.push
         self._here, self._there = (stack.enter_context(bench_pool(push)) for _ in range(2))
         url = self._there.stats().store.url
-        self._address = stack.enter_context(bench_receiver(url)).address
+        self._address, self._receiver = stack.enter_context(bench_receiver(url))
         command = [sys.executable, "-m", "headwater.bench.push_decode", url, json.dumps(asdict(push))]
         self._decode = stack.enter_context(bench_process(command))
         space = self._here.space(IDENTITY, push.spec, chunk_tokens=push.chunk_tokens)
@@ -104,6 +109,7 @@ class _Prefill:
         stack.callback(self._saver.close)
         self._saver.wait_prepared()
         self._chunks: list[ChunkRef] = space.keys(range(push.num_chunks * push.chunk_tokens)).refs(push.num_chunks)
+        self._num_tokens = len(self._chunks) * push.chunk_tokens
         self.steps: dict[str, list[float]] = {way: [] for way in _WAYS}
         threads = torch.get_num_threads()
         stack.callback(torch.set_num_threads, threads)
@@ -125,14 +131,32 @@ class _Prefill:
         """One prompt. Seconds from the end of the last layer's products until decode has everything."""
         for pool in (self._here, self._there):
             _empty(pool)
-        transfer, tokens = secrets.token_hex(8), len(self._chunks) * self._case.push.chunk_tokens
-        is_pushed = not way.startswith("none")
+        transfer = secrets.token_hex(8)
+        is_pushed = way in ("bulk", "layers")
         if is_pushed:
             self._say("load")
             self._expect("follows")
+        with self._stopped() if way == "stopped" else contextlib.nullcontext():
+            computed = self._step(way, transfer)
+            if way == "stopped":
+                self._sender.cancel(transfer)
+                self._drain()
+        if way == "bulk" and not self._push_all(transfer):
+            raise StoreError("a push did not arrive")
+        if way == "layers" and self._sender.flush(transfer, START_S) != self._num_tokens:
+            raise StoreError("a push did not arrive")
+        self._drain()
+        return self._arrival() - computed if is_pushed else 0.0
+
+    def _drain(self) -> None:
+        if not self._saver.drain(START_S) or self._saver.num_dropped:
+            raise StoreError("the prefill side could not save what it computed")
+
+    def _step(self, way: str, transfer: str) -> float:
+        """Compute and save the prompt; when the last layer's products were done."""
         began = time.monotonic()
-        if way == "layers":
-            self._sender.push(transfer, self._address, self._chunks)
+        if way in ("layers", "stopped") and not self._sender.push(transfer, self._address, self._chunks):
+            raise StoreError("the peer is left alone: a push to it would cost nothing")
         self._saver.begin("bench", self._chunks, self._cache.blocks)
         for layer in range(self._case.push.num_layers):
             for _ in range(self._num_products):
@@ -140,13 +164,26 @@ class _Prefill:
             computed = time.monotonic()
             self._saver.layer_done(layer)
         self.steps[way].append(time.monotonic() - began)
-        if way == "bulk":
-            self._sender.push(transfer, self._address, self._chunks)
-        if is_pushed and self._sender.flush(transfer, START_S) != tokens:
-            raise StoreError("a push did not arrive")
-        if not self._saver.drain(START_S) or self._saver.num_dropped:
-            raise StoreError("the prefill side could not save what it computed")
-        return self._arrival() - computed if is_pushed else 0.0
+        return computed
+
+    @contextlib.contextmanager
+    def _stopped(self) -> Iterator[None]:
+        """With a receiver that takes nothing. Afterwards it has heard everything, and takes pushes again."""
+        os.kill(self._receiver, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self._receiver, signal.SIGCONT)
+        end = time.monotonic() + START_S
+        while not self._push_all(secrets.token_hex(8)):
+            if time.monotonic() > end:
+                raise StoreError("a receiver that was stopped is not pushed to again")
+            time.sleep(0.05)
+
+    def _push_all(self, transfer: str) -> bool:
+        """Whether all chunks, which are in the own pool, are with the peer."""
+        self._sender.push(transfer, self._address, self._chunks)
+        return self._sender.flush(transfer, START_S) == self._num_tokens
 
     def _arrival(self) -> float:
         """When decode had everything, by the clock that all processes of a host share."""

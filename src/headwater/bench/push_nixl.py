@@ -21,6 +21,7 @@ from headwater.bench.measure import Note, Timed, gbps, stopwatch, take_turns
 from headwater.bench.push_case import START_S, PushCase, bench_process
 from headwater.errors import StoreError
 from headwater.peers.carriers import nixl
+from headwater.peers.exposing import EAGER_TRIES
 
 FIGURES = ("nixl_ratio", "nixl_noise", "nixl_gbps", "bare_nixl_gbps", "nixl_idle_cores")
 _IDLE_S = 2.0
@@ -121,8 +122,13 @@ def main() -> None:
     print(json.dumps({"metadata": agent.metadata().hex(), "address": memory.ctypes.data}), flush=True)
     for line in sys.stdin:
         print(line.strip(), flush=True)
-        while line.strip() == "begin" and not select.select([sys.stdin], [], [], 0)[0]:
+        tries = 0
+        # As a receiver helps: at first without a pause, so that neither side has a core more than the other.
+        while (
+            line.strip() == "begin" and not select.select([sys.stdin], [], [], 0 if tries < EAGER_TRIES else 0.001)[0]
+        ):
             agent.progress()
+            tries += 1
     agent.close()
 
 

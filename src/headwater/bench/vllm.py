@@ -87,7 +87,7 @@ def _bench_model(plan: VllmBench, model: BenchModel, note: Note) -> _ModelFigure
     gib = max(1, -(-model.token_bytes * longest // (1 << 30)))
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as directory:
         path, log = model.save(Path(directory, model.name)), Path(directory, "engines.log")
-        prompts = {count: _prompt(count, count) for count in plan.prompt_lens}
+        prompts = {count: prompt_of(count, count) for count in plan.prompt_lens}
         with headwater_variant(4 * gib) as ours, contextlib.ExitStack() as ours_running:
             start = partial(_start, path, log, longest, gib)
             headwater = None
@@ -136,7 +136,8 @@ def _start(path: Path, log: Path, longest: int, gib: int, variant: Variant) -> I
         yield running
 
 
-def _prompt(seed: int, count: int) -> list[int]:
+def prompt_of(seed: int, count: int) -> list[int]:
+    """A prompt without a pattern, the same for the same seed."""
     numbers = random.Random(seed)
     return [numbers.randrange(3, LIGHT.vocab_size) for _ in range(count)]
 
@@ -147,14 +148,14 @@ def _fill(running: EngineProcess, prompts: Sequence[list[int]] | Any) -> None:
         running.ask("generate", prompts=[prompt], max_tokens=1)
         deadline = time.monotonic() + SETTLE_S
         while True:
-            _reset(running)
+            reset(running)
             if running.ask("generate", prompts=[prompt], max_tokens=1)["external"] >= len(prompt) - BLOCK_SIZE:
                 break
             if time.monotonic() > deadline:
                 raise EngineError(f"a prompt of {len(prompt)} tokens was not saved within {SETTLE_S:.0f} s")
 
 
-def _reset(running: EngineProcess) -> None:
+def reset(running: EngineProcess) -> None:
     """Forget the local prefix cache; it cannot be forgotten while blocks are not freed yet."""
     deadline = time.monotonic() + RESET_S
     while not running.ask("reset"):
@@ -183,7 +184,7 @@ def _hits(
 
 def _hit(running: EngineProcess, prompt: list[int], quiet: Quiet) -> Timed:
     def once() -> float:
-        _reset(running)
+        reset(running)
         quiet()
         return _first_token(running, prompt, least_external=len(prompt) - BLOCK_SIZE)
 
@@ -288,9 +289,9 @@ def _cold_turns(
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(pairs):
         for name, running in reversed(engines.items()) if number % 2 else engines.items():
-            _reset(running)
+            reset(running)
             quiet()
-            seconds[name].append(_first_token(running, _prompt(next(seeds), num_tokens), least_external=0))
+            seconds[name].append(_first_token(running, prompt_of(next(seeds), num_tokens), least_external=0))
     return Rounds(seconds)
 
 
@@ -299,7 +300,7 @@ def _settled(running: EngineProcess) -> dict[str, float]:
     deadline, last = time.monotonic() + SETTLE_S, -1.0
     while True:
         time.sleep(1.0)
-        running.ask("generate", prompts=[_prompt(7, 16)], max_tokens=2)
+        running.ask("generate", prompts=[prompt_of(7, 16)], max_tokens=2)
         found = {
             name.removeprefix("headwater_pool_"): value
             for name, value in running.ask("metrics").items()
@@ -315,7 +316,7 @@ def _decode(running: EngineProcess, *, num_tokens: int, seeds: Iterator[int], qu
 
     def once() -> float:
         seed = next(seeds)
-        prompts = [_prompt(seed + i, 256 - num_tokens // 2) for i in range(8)]
+        prompts = [prompt_of(seed + i, 256 - num_tokens // 2) for i in range(8)]
         quiet()
         return float(running.ask("generate", prompts=prompts, max_tokens=num_tokens)["seconds"])
 

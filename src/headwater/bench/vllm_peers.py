@@ -115,7 +115,7 @@ def mooncake_variant(segment_gib: int, log: Path) -> Iterator[Variant]:
     master = Path(package.origin or "").parent / "mooncake_master" if package is not None else None
     if master is None or not master.exists():
         raise EngineError("Mooncake is not installed: pip install mooncake-transfer-engine-non-cuda")
-    port, metrics_port = _free_port(), _free_port()
+    port, metrics_port = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as directory, log.open("a") as output:
         config = Path(directory, "mooncake.json")
         settings = {
@@ -145,7 +145,8 @@ def mooncake_variant(segment_gib: int, log: Path) -> Iterator[Variant]:
                 process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

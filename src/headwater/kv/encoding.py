@@ -64,6 +64,12 @@ def stored_extent_bytes(spec: KVSpec, num_tokens: int, encoding: int = RAW) -> i
     return spec.num_tiles * stored_tile_bytes(spec, num_tokens, encoding)
 
 
+def encoding_of_extent(spec: KVSpec, num_tokens: int, num_bytes: int) -> int | None:
+    """The encoding in which a whole chunk takes so many bytes; None where there is none. Lengths differ."""
+    sizes = {stored_extent_bytes(spec, num_tokens, number): number for number in ENCODINGS}
+    return sizes.get(num_bytes)
+
+
 def packed_or_raw(spec: KVSpec, num_tokens: int) -> int:
     """PACKED where tiles of so many tokens can be stored so."""
     return PACKED if packed_tile_bytes(spec, num_tokens) else RAW

@@ -26,7 +26,7 @@ from headwater.stores.base import Place
 
 MAX_EXPOSED = 64
 """Writes of one session at a time."""
-_EAGER_TRIES = 100
+EAGER_TRIES = 100
 """How often a write is helped on without a pause, before this thread gives the processor away in between."""
 _NUMBER = struct.Struct("<I")
 _ADDRESSES = struct.Struct("<I")
@@ -100,7 +100,7 @@ class Exposure:
     def help_on(self, connection: Connection, is_over: Callable[[], bool]) -> None:
         """Until the sender says something: let its writes get on. Raises PeerTimeoutError once `is_over` says so."""
         tries = 0
-        while self._open and not connection.is_readable(0.0 if tries < _EAGER_TRIES else 0.001):
+        while self._open and not connection.is_readable(0.0 if tries < EAGER_TRIES else 0.001):
             self._agent.progress()
             tries += 1
             if tries % 64 == 0 and is_over():

@@ -33,7 +33,7 @@ log = logging.getLogger("headwater.exporter")
 LOOK_S = 1.0
 STALE_S = 15.0
 """A look that takes longer hangs in the operating system, and what was seen before is no longer believed."""
-_SHARED = ("stored", "stored_bytes", "damaged")
+_SHARED = ("stored", "stored_bytes", "stored_raw_bytes", "damaged")
 
 STORE_UP = Metric(
     "headwater_store_up",

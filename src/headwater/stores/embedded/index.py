@@ -50,8 +50,6 @@ _U64, _U32, _TAILS = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct(f"<
 _TRIES = 4
 _MAX_PROBES = 1024
 """The directory is at most half full, so that a longer chain is noise."""
-
-
 MAX_HITS = 1 << 40
 
 
@@ -297,16 +295,10 @@ class Index:
     # ---- writing, under the write lock --------------------------------------------------------------------------
     def insert(self, record: Record, payload: bytes, state: int, now_ns: int) -> int:
         """Place a record and make it findable; its cell, or 0 where the heap has no room."""
-        need = record.num_cells
-        cell = self.cells.find(need, 1, self.geometry.num_cells, self.words[Word.CELL_HINT])
-        if cell < 0:
+        cell = self.claim(record.num_cells)
+        if not cell:
             return 0
-        self.cells.fill(cell, need, USED_UNIT)
-        self.words[Word.CELL_HINT] = cell + need
-        self.words[Word.USED_CELLS] += need
-        start = self._heap + cell * CELL
-        fixed = record.pack()
-        mutable = bytearray(CELL)
+        start, fixed, mutable = self._heap + cell * CELL, record.pack(), bytearray(CELL)
         _U32.pack_into(mutable, REMAINING, payload[8 * record.num_sums :].count(0) if record.num_sums else 0)
         _U64.pack_into(mutable, MAGIC_AT, RECORD_MAGIC)
         self._map[start : start + HEAD_BYTES + len(payload)] = bytes(mutable) + fixed + payload
@@ -314,6 +306,15 @@ class Index:
         self._set_word(cell, state_word(fixed, state))
         self.link(cell, record.key)
         return cell
+
+    def claim(self, need: int) -> int:
+        """Take some cells of the heap, side by side: the first one, or 0 where there are none."""
+        cell = self.cells.find(need, 1, self.geometry.num_cells, self.words[Word.CELL_HINT])
+        if cell >= 0:
+            self.cells.fill(cell, need, USED_UNIT)
+            self.words[Word.CELL_HINT] = cell + need
+            self.words[Word.USED_CELLS] += need
+        return max(cell, 0)
 
     def link(self, cell: int, key: bytes) -> None:
         """Make the record at `cell` findable under `key`."""

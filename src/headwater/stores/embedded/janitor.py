@@ -43,6 +43,10 @@ _MAX_ROUNDS = 64
 _MAX_SCANS = 2
 """Scans of one eviction: the second is for the case that all candidates of the first were used meanwhile."""
 _PLAUSIBLE = 1 << 56
+_EVENT_COUNTS = (
+    *(Word.EVICTED, Word.DAMAGED, Word.STORED, Word.ABORTED, Word.REBUILDS),
+    *(Word.STORED_BYTES, Word.STORED_RAW_BYTES),
+)
 
 
 class Janitor:
@@ -86,6 +90,21 @@ class Janitor:
                 return -1
         return -1
 
+    def allocate_run(self, length: int, most: int) -> tuple[int, int]:
+        """Fresh extents one behind the other, as many of `most` as are found at once and without evicting: the first
+        one's offset, and how many."""
+        index, need = self._index, self.units_for(length)
+        words, per_segment = index.words, self._geometry.units_per_segment
+        backed = min(words[Word.BACKED], self._geometry.num_segments) * per_segment
+        count = min(most, per_segment // need, max(0, backed - words[Word.USED_UNITS]) // need)
+        at = self._find_units(need * count) if count > 1 else -1
+        if at < 0:
+            return 0, 0
+        index.units.fill(at, need * count, USED_UNIT)
+        words[Word.UNIT_HINT] = at + need * count
+        words[Word.USED_UNITS] += need * count
+        return at * self._geometry.unit_bytes, count
+
     def _find_units(self, need: int) -> int:
         words, per_segment = self._index.words, self._geometry.units_per_segment
         backed = min(words[Word.BACKED], self._geometry.num_segments)
@@ -98,7 +117,11 @@ class Janitor:
 
     def free_units(self, entry: Entry) -> None:
         """Give an extent's units back."""
-        start, need = entry.record.offset // self._geometry.unit_bytes, self.units_for(entry.record.length)
+        self.free_run(entry.record.offset, entry.record.length, 1)
+
+    def free_run(self, offset: int, length: int, count: int) -> None:
+        """Give back what `allocate_run` gave."""
+        start, need = offset // self._geometry.unit_bytes, self.units_for(length) * count
         self._index.units.fill(start, need, FREE_UNIT)
         words = self._index.words
         words[Word.USED_UNITS] -= min(need, words[Word.USED_UNITS])
@@ -325,7 +348,7 @@ class Janitor:
         words[Word.BACKED] = backed
         for counter in (Word.USED_UNITS, Word.USED_CELLS, Word.PENDING, Word.CHUNKS):
             words[counter] = 0
-        for counter in (Word.EVICTED, Word.DAMAGED, Word.STORED, Word.ABORTED, Word.REBUILDS, Word.STORED_BYTES):
+        for counter in _EVENT_COUNTS:
             # What happened is in no record: kept where it can be true, begun anew where it is noise.
             words[counter] = words[counter] if words[counter] < _PLAUSIBLE else 0
         self._candidates = []
