@@ -27,7 +27,7 @@ REGISTERS = 65536
 
 
 def constants(widths: tuple[int, ...], cache: int = 16, staged: int = 16) -> dict[str, Any]:
-    return block_constants(widths, cache, staged) | {"BLOCK_SIZE": 16, "COMPACT": True}
+    return {"BLOCK_SIZE": 16, "COMPACT": True, **block_constants(widths, cache, staged)}
 
 
 def resources(made: Any, folder: Path) -> dict[str, int]:

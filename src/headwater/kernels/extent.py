@@ -135,11 +135,6 @@ class Spans:
         return self.packed_bytes is None or not self.packed_bytes.all()
 
     @cached_property
-    def rows_before(self) -> Table:
-        """By span: rows of the spans before it."""
-        return np.cumsum(self.num_rows) - self.num_rows
-
-    @cached_property
     def total_rows(self) -> int:
         """Rows of all spans."""
         return int(self.num_rows.sum())

@@ -22,6 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 MAX_LEADING_AXES = 3
 
 
+@lru_cache(maxsize=512)
 def packed_bytes(widths: tuple[int, ...], num_rows: int) -> int:
     """Stored bytes of a packed tile with planes of these widths; 0 where there is none."""
     return packed_tile_bytes(_spec(widths), num_rows)

@@ -175,13 +175,12 @@ def _bases(odd, even):
 
 @triton.jit
 def _encode(words, bases):
-    """Signs and mantissas (16 bits), codes (8 bits), and bits 0 and 16 where channels are escapes."""
+    """Codes (8 bits), and bits 0 and 16 where channels are escapes."""
     # In each half 256 + base - exponent, so that neither borrows; then bit 8 is set where that is below 256.
     below = (bases | 0x01000100)[None, :] - ((words >> 7) & 0x00FF00FF) ^ 0x01000100
     escapes = ((below + 0x7FF17FF1) >> 15) & 0x00010001  # 15 and more
     codes = below & 0x000F000F | escapes * 15
-    signs = (words >> 8) & 0x00800080 | words & 0x007F007F
-    return signs + (signs >> 8), codes + (codes >> 12), escapes
+    return codes + (codes >> 12), escapes
 
 
 @triton.jit
@@ -208,14 +207,16 @@ def _pack_rows(
     row = tl.arange(0, ROWS)
     valid = first_row + row < num_rows
     mask = valid[:, None] & (column < half)[None, :]
-    signs, codes, escapes = _encode(words, bases)
     index = (first_row + row)[:, None] * half + column[None, :]
     signs_at = block_at + 4 + 4 * room + width
-    _store_halves(signs_at, index, signs, mask, SIGNS)
     codes_at = (signs_at + num_rows * width).to(tl.pointer_type(tl.uint8))
+    # One after another, so that neither waits in registers for the other.
+    signs = (words >> 8) & 0x00800080 | words & 0x007F007F
+    _store_halves(signs_at, index, signs + (signs >> 8), mask, SIGNS)
+    codes, escapes = _encode(words, bases)
+    halves = tl.sum(escapes, axis=1)  # even channels in the lower half
     tl.store(tl.multiple_of(codes_at, CODES) + index, codes.to(tl.uint8), mask=mask)
 
-    halves = tl.sum(escapes, axis=1)  # even channels in the lower half
     found = tl.where(valid, (halves & 0xFFFF) + (halves >> 16), 0)
     # Two sums in one: rows that have any in the lower half, and escapes in the upper one.
     both = tl.where(found > 0, found << 16 | 1, 0)
@@ -236,7 +237,7 @@ def _pack_rows(
             some = live[:, None] & (column < half)[None, :]
             # A word a thread, as their escapes will be stored.
             again = _load_cache(rows_of, picked, live, column, some, BLOCK_SIZE, CACHE if CACHE < 4 else 4)
-            _, _, here = _encode(again, bases)
+            _, here = _encode(again, bases)
             even, odd = (here & 1).to(tl.int32), (here >> 16).to(tl.int32)
             listed = slot[:, None] + tl.cumsum(even + odd, 1) - even - odd
             position = (picked[:, None] * width + 2 * column[None, :]).to(tl.uint32)

@@ -5,6 +5,7 @@ One program moves one block of a packed tile, up to 128 channels of one plane; l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -64,8 +65,8 @@ def move_packed_triton(
     assert spans.packed_bytes is not None
     most_rows = int(spans.num_rows[spans.packed_bytes > 0].max())
     staged = common_alignment([device.alignment, *pages.row_bytes])  # raw tiles may lie before a packed one
-    place = block_constants(pages.widths, pages.alignment if pages.dense else 2, staged)
-    place |= {"BLOCK_SIZE": pages.block_size, "COMPACT": isinstance(move.staged, Compact)}
+    place = {"BLOCK_SIZE": pages.block_size, "COMPACT": isinstance(move.staged, Compact)}
+    place |= block_constants(pages.widths, pages.alignment if pages.dense else 2, staged)
     numbers = (
         pages.device_table,
         device.spans,
@@ -106,7 +107,8 @@ def move_packed_triton(
         pack_kernel[(programs,)](*numbers, **place, **held, num_warps=warps, maxnreg=pack.registers)
 
 
-def block_constants(widths: tuple[int, ...], cache: int, staged: int) -> dict[str, int]:
+@lru_cache(maxsize=64)
+def block_constants(widths: tuple[int, ...], cache: int, staged: int) -> Mapping[str, int]:
     """What the kernels know of planes of these widths when they are compiled, and of the alignment of both sides:
     `cache` is 2 where rows are not dense."""
     blocks = packed_blocks(widths, 1)
