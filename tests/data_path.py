@@ -26,6 +26,7 @@ from headwater.connector.orders import StepReport
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.tracker import Scheduled
 from headwater.connector.worker import WorkerSide
+from headwater.kv.encoding import RAW, packed_or_raw
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.peers.address import PeerAddress
@@ -33,7 +34,7 @@ from headwater.peers.receiver import Receiver
 from headwater.pool import open_pool
 from headwater.pool.pool import Pool
 from headwater.pool.space import Space
-from headwater.stores.base import Piece, Status
+from headwater.stores.base import Form, Piece, Status
 from transfer_pool_cases import BLOCK, CHUNK, SPEC, make_cache, tiles_of
 
 from support import identity, local_tiles, temporary_url
@@ -174,8 +175,9 @@ def prepared(cell: Cell, places: Places) -> Iterator[Pool]:
         pool = stack.enter_context(open_pool(join(first, lower)))
         chunks = prompt_chunks(space_of(pool))
         write(pool, chunks, writer_of(cell))
-        is_packed = cell.packing == "on" or scheme == "file"
-        assert [form.encoding for form in pool.first_tier.forms(chunks)] == [int(is_packed)] * len(chunks)  # type: ignore[attr-defined]
+        packs = cell.packing == "on" or scheme == "file"
+        wanted = [Form(encoding=packed_or_raw(SPEC, chunk.num_tokens) if packs else RAW) for chunk in chunks]
+        assert pool.first_tier.forms(chunks) == wanted  # type: ignore[attr-defined]
         assert pool.flush(WAIT_S)
         if cell.state in ("emptied", "suffix only", "another server fills it"):
             pool._store._front.clear(None)  # type: ignore[attr-defined]
