@@ -231,6 +231,7 @@ PLOTS: dict[str, Callable[[], str]] = {
     "router": routing,
     "peers": lambda: against_bars("peers"),
     "peers-carriers": lambda: against_bars("peers-carriers"),
+    "peers-packed": lambda: against_bars("peers-packed"),
     "vllm-connectors": connectors,
     "vllm-lengths": lengths,
     "vllm-gpu": lambda: against_bars("vllm-gpu"),

@@ -506,6 +506,47 @@ def test_kill_nine_in_the_middle_of_packed_writes(scheme: str, tmp_path: Path) -
         wait_until(lambda: pool.stats().store.used_bytes == 0, what="all room is free again")
 
 
+def test_a_receiver_that_is_killed_in_the_middle_of_packed_pushes(tmp_path: Path) -> None:
+    """Each time it is restarted on its port: what is complete is right, and nothing that was begun stays."""
+    with (
+        temporary_url("shm", tmp_path, "capacity=16MiB") as url,
+        open_pool("memory://?capacity=16MiB&packing=on&deadline=30") as one,
+        open_pool(url) as other,
+    ):
+        here, there = space_of(one), space_of(other)
+        prompts = [prompt(here, 8, seed=seed) for seed in range(12)]
+        for number, chunks in enumerate(prompts):
+            write(here, chunks, encoding=RAW if number % 3 == 2 else PACKED)
+        address = "127.0.0.1:0"
+        with pc.sending(here, dead_s=0.01) as (sender,):
+            for round_number in range(3):
+                process = pc.ReceiverProcess(url, listen=address)
+                address = process.address
+                names = []
+                before = other.stats().store.stored
+                for chunks in prompts[4 * round_number : 4 * round_number + 4]:
+                    names.append(pc.transfer_id())
+                    sender.push(names[-1], address, chunks)
+                wait_until(lambda before=before: other.stats().store.stored > before, what="the first chunks come")
+                process.kill()
+                for name in names:
+                    sender.flush(name, 1.0)
+            wait_until(lambda: not any(link.is_dead for link in sender._links.values()), what="it is tried again")
+            process = pc.ReceiverProcess(url, listen=address)
+            try:
+                for chunks in prompts:
+                    name = pc.transfer_id()
+                    sender.push(name, address, chunks)
+                    assert sender.flush(name, 30.0) == 8 * CHUNK
+            finally:
+                process.close()
+        for number, chunks in enumerate(prompts):
+            check(there, chunks)
+            assert encodings_of(other, chunks) == [RAW if number % 3 == 2 else PACKED] * 8
+        pc.nothing_pending(other)
+        assert other.verify().clean
+
+
 def test_what_is_piece_by_piece_read_from_below_is_raw_for_everybody(lower: Any) -> None:
     """`read_pieces` of packed and raw chunks in one call, of several shards."""
     with open_pool(lower("redis")) as pool:

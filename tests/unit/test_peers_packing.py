@@ -20,6 +20,7 @@ from headwater.kv.topology import Shard, Split, Topology, whole_shard
 from headwater.peers import pull_wire, receiver, wire
 from headwater.peers import pulling as pulling_module
 from headwater.peers.caller import LinkSettings, PeerCaller
+from headwater.peers.carriers import nixl
 from headwater.peers.hello import PeerRole, describe_space, scope_of
 from headwater.peers.reader import PeerStore, open_source
 from headwater.pool import Pool, Space, open_pool
@@ -94,18 +95,25 @@ def test_packed_chunks_are_pushed_as_they_are_stored(connections: int, tail: int
         assert other.verify().clean
 
 
-def test_a_chain_of_both_kinds_is_pushed_in_one_put() -> None:
-    with two_hosts() as (one, other), receiving(other) as peer:
+@pytest.mark.parametrize(
+    "carrier",
+    ["tcp", pytest.param("nixl", marks=pytest.mark.skipif(nixl.why_not() is not None, reason=str(nixl.why_not())))],
+)
+def test_a_chain_of_both_kinds_is_pushed_in_one_put(carrier: str) -> None:
+    with two_hosts() as (one, other), receiving(other, carrier=carrier) as peer:
         here, there = open_space(one), open_space(other)
         chunks = prompt(here, 6)
         wanted = [PACKED, RAW, RAW, PACKED, RAW, PACKED]
         for chunk, encoding in zip(chunks, wanted, strict=True):
             save_as(here, [chunk], encoding)
-        with sending(here) as (sender,):
+        with sending(here, carrier=carrier) as (sender,):
             name = transfer_id()
             sender.push(name, str(peer.address), chunks)
-            assert sender.flush(name, 10.0) == 6 * CHUNK
+            assert sender.flush(name, 30.0) == 6 * CHUNK
             assert sender.counts["chunks_moved"] == 0
+            stored = sum(stored_extent_bytes(SPEC, CHUNK, encoding) for encoding in wanted)
+            assert sender.counts["bytes"] == stored
+            assert sender.counts["written_bytes"] == (stored if carrier == "nixl" else 0)
         assert encodings_of(other, chunks) == wanted
         check_arrived(there, chunks)
 
