@@ -23,8 +23,9 @@ from headwater.peers.carriers import nixl
 from headwater.peers.carriers.tcp import Connection
 from headwater.peers.exposing import MAX_EXPOSED, Targets, decode_written, encode_written
 from headwater.peers.hello import CarrierBit, PeerRole, describe_space, scope_of
+from headwater.peers.push_session import PushSession
 from headwater.peers.receiver import Receiver
-from headwater.peers.wire import Data, Put, Type, encode_frame
+from headwater.peers.wire import Data, Header, Put, Type, encode_frame
 from headwater.pool.pool import Pool
 from headwater.pool.space import Space
 from peer_cases import CHUNK, check_arrived, nothing_pending, open_space, prompt, receiving, save, sending, transfer_id
@@ -213,6 +214,33 @@ def test_what_was_never_written_is_a_miss_and_not_garbage() -> None:
             chunks, shard = prompt(there, NUM_CHUNKS), whole_shard(there.spec)
             out = [there.empty(chunk, shard) for chunk in chunks]
             assert not any(status.value == 0 for status in there.read(chunks, shard, out, deadline_s=10.0))
+
+
+@needs_nixl
+def test_a_write_is_asked_for_while_the_one_before_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer at a time: the peer hears of the next one before it hears that this one is over, and of each once."""
+    heard: list[Type] = []
+    handle = PushSession.handle
+
+    def listen(session: PushSession, connection: Connection, header: Header, meta: bytes, deadline: float) -> None:
+        heard.append(header.type)
+        handle(session, connection, header, meta, deadline)
+
+    monkeypatch.setattr(PushSession, "handle", listen)
+    monkeypatch.setattr("headwater.peers.link._WRITE_BYTES", 1)
+    with pools_of() as (one, other), receiving(other, carrier="nixl") as receiver:
+        here, there = open_space(one), open_space(other)
+        chunks = prompt(here, NUM_CHUNKS)
+        save(here, chunks, whole_shard(here.spec))
+        with sending(here, carrier="nixl") as (sender,):
+            transfer = transfer_id()
+            assert sender.push(transfer, str(receiver.address), chunks)
+            assert sender.flush(transfer, 20.0) == NUM_CHUNKS * CHUNK
+            assert sender.counts["written_bytes"] == here.spec.extent_bytes(NUM_CHUNKS * CHUNK)
+        check_arrived(there, chunks)
+    writes = [kind for kind in heard if kind in (Type.WRITE, Type.WRITTEN)]
+    count = here.spec.num_layers * NUM_CHUNKS
+    assert writes == [Type.WRITE, *[Type.WRITE, Type.WRITTEN] * (count - 1), Type.WRITTEN]
 
 
 # ---- out of order -----------------------------------------------------------------------------------------------

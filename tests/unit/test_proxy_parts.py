@@ -16,10 +16,11 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-from headwater.errors import ConfigError, RequestError
+from headwater.errors import ConfigError, EngineConfigError, RequestError
 from headwater.proxy.calls import parse_call
 from headwater.proxy.config import ProxyConfig, ServerSpec
 from headwater.proxy.metrics import COUNTED, SNAPSHOT
+from headwater.proxy.server import run_proxy
 from headwater.proxy.upstream import end_to_end
 from headwater.proxy.usage import EventFilter, cached_tokens, with_cached_tokens
 
@@ -59,6 +60,20 @@ def test_settings_that_cannot_work_are_refused() -> None:
             ProxyConfig(**({"decode": (server,)} | options))  # type: ignore[arg-type]
     ProxyConfig(decode=(server,), host="0.0.0.0", insecure=True)
     assert "hush" not in repr(ProxyConfig(decode=(server,), api_key="hush", admin_key="hush"))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "https://127.0.0.1:1"])
+@pytest.mark.parametrize(("content", "reason"), [(None, "No such file"), ("no certificate", "NO_CERTIFICATE")])
+def test_certificates_that_cannot_be_read_are_named_before_anything_listens(
+    url: str, content: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headwater.proxy.server.bound_socket", lambda *_: pytest.fail("it was about to serve"))
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_text(content)
+    config = ProxyConfig(decode=(ServerSpec.parse(url),), port=0, upstream_ca=str(path))
+    with pytest.raises(EngineConfigError, match=f"--upstream-ca .*ca.pem cannot be used: {reason}"):
+        run_proxy(config)
 
 
 def test_the_prefill_leg_asks_for_one_token_of_the_same_prompt() -> None:

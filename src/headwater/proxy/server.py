@@ -16,7 +16,7 @@ from headwater.proxy.keys import LoadTokenizer, PromptTokenizer, TokenScheme, lo
 from headwater.proxy.metrics import ProxyMetrics
 from headwater.serve.connections import Connections
 from headwater.serve.http import HttpServer, bound_socket, stop_signals, url_of
-from headwater.serve.tls import load_certificate
+from headwater.serve.tls import load_certificate, load_trusted
 
 log = logging.getLogger("headwater.proxy")
 
@@ -40,6 +40,7 @@ def run_proxy(config: ProxyConfig, *, hooks: ProxyHooks | None = None, load: Loa
 
 async def _run(config: ProxyConfig, hooks: ProxyHooks, load: LoadTokenizer) -> int:
     certificate = load_certificate(config.ssl_certfile, config.ssl_keyfile)
+    load_trusted(config.upstream_ca)  # said now, also where no server speaks HTTPS yet
     with bound_socket(config.host, config.port) as sock, stop_signals() as stop:
         tokenizer = await asyncio.to_thread(load, config.tokenizer) if config.tokenizer is not None else None
         router = Router(history_blocks=config.history_blocks, history_age_s=config.history_age_s)

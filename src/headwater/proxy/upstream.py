@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 from collections.abc import Iterable
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import h11
+
+from headwater.serve.tls import load_trusted
 
 READ_BYTES = 1 << 16
 BUFFER_BYTES = 1 << 16
@@ -60,7 +61,7 @@ class Upstream:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._path = parts.path.rstrip("/")
         self._netloc = parts.netloc.encode()
-        self._tls = ssl.create_default_context(cafile=ca_file) if parts.scheme == "https" else None
+        self._tls = load_trusted(ca_file) if parts.scheme == "https" else None
         self._connect_timeout_s = connect_timeout_s
         self._idle: list[tuple[float, _Open]] = []
 
