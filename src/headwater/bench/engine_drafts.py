@@ -38,8 +38,10 @@ class DraftsBench:
     """How much to generate, and how often."""
 
     num_drafts: int = 8
-    output_tokens: int = 128
+    output_tokens: int = 96
     pairs: int = 9
+    num_threads: int = 1
+    """One request leaves several threads waiting for each other, and for whatever else the machine does."""
 
 
 class _Side:
@@ -72,8 +74,14 @@ def bench_drafts(bench: DraftsBench, checkpoint: Checkpoint, note: Note) -> dict
         return {"ngram_reason": str(error)}
     if not tokenizer.has_chat_template:
         return {"ngram_reason": "the model has no chat template, so it cannot be given a task"}
-    report: dict[str, Any] = {"ngram_drafts": bench.num_drafts, "ngram_output_tokens": bench.output_tokens}
-    config = EngineConfig(model=str(checkpoint.path), device="cpu", dtype="float32", max_model_len=1024)
+    report: dict[str, Any] = {
+        "ngram_drafts": bench.num_drafts,
+        "ngram_output_tokens": bench.output_tokens,
+        "ngram_threads": bench.num_threads,
+    }
+    config = EngineConfig(
+        model=str(checkpoint.path), device="cpu", dtype="float32", max_model_len=1024, num_threads=bench.num_threads
+    )
     drafting = replace(config, speculative_ngram=bench.num_drafts)
     with Engine(config, checkpoint=checkpoint) as plain, Engine(drafting, checkpoint=checkpoint) as ngram:
         off, on = _Side(plain), _Side(ngram)
