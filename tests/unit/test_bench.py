@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from headwater.bench import fleet, packed_link, push, push_hosts, push_layers, push_nixl, store
+from headwater.bench import fleet, packed_link, push, push_hosts, push_layers, push_nixl, store, vllm_handoff
+from headwater.cli import run as run_cli
 from headwater.errors import InvalidArgumentError, StoreError
 from headwater.stores.embedded import store_directory
 from headwater.stores.url import parse_url
@@ -133,3 +135,24 @@ def test_a_quick_run_of_peers_reports_every_figure_and_leaves_nothing() -> None:
         assert all(report[figure] is None if report[reason] else report[figure] >= 0 for figure in figures)
     assert report["step_cost"] > 0
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("hwbench")]
+
+
+def test_what_is_missing_for_vllm_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(vllm_handoff, "find_spec", lambda name: None)
+    assert run_cli(("bench", "peers", "--vllm", "--json")) == 1
+    shown = capsys.readouterr()
+    assert "vLLM is not installed in this environment" in shown.err
+    assert json.loads(shown.out.splitlines()[-1])["kind"] == "EngineConfigError"
+
+
+def test_the_handoff_is_shown_to_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"ttft_headwater_s": 1.25, "ttft_nixl_s": 2.5, "after_prefill_headwater_s": -0.01}
+    figures |= {"after_prefill_nixl_s": 0.125, "ttft_vs_nixl": 0.5, "ttft_noise": 0.03, "prompt_len": 512}
+    figures |= {"killed_tokens_headwater": 4, "killed_tokens_nixl": 0}
+    monkeypatch.setattr(vllm_handoff, "why_not", lambda: None)
+    monkeypatch.setattr(vllm_handoff, "run", lambda plan, note: figures)
+    assert run_cli(("bench", "peers", "--vllm", "--quick")) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert ["headwater", "1.250", "-0.010", "4", "of", "4"] in lines
+    assert ["nixl", "2.500", "0.125", "0", "of", "4"] in lines
+    assert ["ttft_vs_nixl", "0.50", "(noise", "0.03)"] in lines
