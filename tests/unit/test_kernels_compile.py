@@ -133,8 +133,11 @@ def test_latent_attention(rows: int, tiled: bool) -> None:
     sizes = {"LATENT": 512, "ROPE": 64, "BLOCK_LATENT": 512, "BLOCK_ROPE": 64, "PAGE_SIZE": 16, "HEAD_BLOCK": 16}
     blocks = {"BLOCK_ROWS": config.block_rows, "BLOCK_TOKENS": config.block_tokens, "PRECISION": "tf32"}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    modes = {"TILED": tiled, "SPLIT": True, "LSE": True}
-    compile_kernel(triton_latent._latent_kernel, types, sizes | blocks | modes, **options)
+    modes = {"TILED": tiled, "SPLIT": True, "LSE": True, "BRANCHED": triton_latent.warps_share_rows(config)}
+    code = compile_kernel(triton_latent._latent_kernel, types, sizes | blocks | modes, **options).asm
+    if rows == 64:
+        # Two groups of four warps: each makes the scores of half a block's tokens, and not both the same ones.
+        assert code["ptx"].count("wgmma.mma_async.sync.aligned.m64n32k16") == (512 + 64) // 16
 
 
 def test_merging_latent_splits() -> None:

@@ -21,7 +21,7 @@ from headwater.kernels.attention.base import AttentionBatch
 from headwater.kernels.attention.reference import ReferenceAttention
 from headwater.kv import format as kv_format
 from headwater.kv.checkpoint import digest_checkpoint
-from headwater.kv.encoding import ENCODINGS, PACKED, decode_tile, stored_extent_bytes, stored_tile_bytes
+from headwater.kv.encoding import ENCODINGS, PACKED, decode_tiles, stored_extent_bytes, stored_tile_bytes
 from headwater.kv.hashing import FORMAT_VERSION, ChunkKeys, ChunkRef, Extra, root_key
 from headwater.kv.identity import Identity, canonical_rope, digest_scales
 from headwater.kv.packing import fits_packed, pack_tile, unpack_tile
@@ -353,9 +353,9 @@ def test_a_packed_tile_that_nobody_writes(vector: dict[str, Any]) -> None:
     spec, change = packed_spec(tile), np.frombuffer(bytes.fromhex(vector["bytes"]), np.uint8)
     packed = bytes_at(tile["packed"]).copy()
     out = np.empty(tile["raw"][1], np.uint8)
-    assert decode_tile(PACKED, spec, tile["num_tokens"], packed, out)
+    assert decode_tiles(PACKED, spec, tile["num_tokens"], packed[None], out[None])
     packed[vector["at"] : vector["at"] + len(change)] = change
-    assert not decode_tile(PACKED, spec, tile["num_tokens"], packed, out)
+    assert not decode_tiles(PACKED, spec, tile["num_tokens"], packed[None], out[None])
 
 
 def open_space(pool: Pool, name: str) -> Space:

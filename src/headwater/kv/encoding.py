@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headwater.kv.packing import Bytes, pack_tile, packed_tile_bytes, unpack_tile
+from headwater.kv.packing import Bools, Bytes, pack_tiles, packed_tile_bytes, unpack_tiles
 from headwater.kv.spec import KVSpec
 
 log = logging.getLogger("headwater")
@@ -22,8 +22,9 @@ RAW = 0
 PACKED = 1
 """bfloat16 in three quarters of its bytes: see `packing`."""
 
-Coder = Callable[[KVSpec, int, Bytes, Bytes], bool]
-"""From one contiguous tile of so many tokens to another; False where that cannot be, and the target holds garbage."""
+Coder = Callable[[KVSpec, int, Bytes, Bytes], Bools]
+"""From tiles of so many tokens, (tiles, bytes), to others; of each, whether that can be: else its target holds garbage.
+The bytes of a tile are contiguous."""
 
 
 class Encoding(NamedTuple):
@@ -34,19 +35,19 @@ class Encoding(NamedTuple):
     """Stored bytes of one tile of that many tokens. All but `raw` take fewer than `raw`: software that does not look at
     the encoding finds that the length does not fit, and misses. 0 for a tile that cannot be stored so."""
     decode: Coder | None = None
-    """Stored tile → raw tile. None: such tiles can be kept and passed on, and not be used here."""
+    """Stored tiles → raw tiles. None: such tiles can be kept and passed on, and not be used here."""
     encode: Coder | None = None
-    """Raw tile → stored tile."""
+    """Raw tiles → stored tiles."""
 
 
-def _copy(spec: KVSpec, num_tokens: int, source: Bytes, target: Bytes) -> bool:
+def _copy(spec: KVSpec, num_tokens: int, source: Bytes, target: Bytes) -> Bools:
     np.copyto(target, source)
-    return True
+    return np.ones(len(source), np.bool_)
 
 
 ENCODINGS: dict[int, Encoding] = {
     RAW: Encoding("raw", KVSpec.tile_bytes, _copy, _copy),
-    PACKED: Encoding("packed", packed_tile_bytes, unpack_tile, pack_tile),
+    PACKED: Encoding("packed", packed_tile_bytes, unpack_tiles, pack_tiles),
 }
 """By number: 0 to 255."""
 
@@ -80,11 +81,11 @@ def can_decode(encoding: int) -> bool:
     return encoding in ENCODINGS and ENCODINGS[encoding].decode is not None
 
 
-def decode_tile(encoding: int, spec: KVSpec, num_tokens: int, stored: Bytes, out: Bytes) -> bool:
-    """Turn one stored tile, whose checksum was compared, into a raw one; False where nobody could have written it, or
-    its encoding cannot be read here."""
+def decode_tiles(encoding: int, spec: KVSpec, num_tokens: int, stored: Bytes, out: Bytes) -> bool:
+    """Turn stored tiles, (tiles, bytes), whose checksums were compared, into raw ones; False where nobody could have
+    written one of them, or their encoding cannot be read here."""
     decode = ENCODINGS[encoding].decode if encoding in ENCODINGS else None
-    return decode is not None and decode(spec, num_tokens, stored, out)
+    return decode is not None and bool(decode(spec, num_tokens, stored, out).all())
 
 
 def refuse(encoding: int, where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headwater.kv.encoding import RAW, decode_tile
+from headwater.kv.encoding import RAW, decode_tiles
 from headwater.kv.format import gather_part, part_rows
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
@@ -23,12 +23,12 @@ def settle_tiles(spec: KVSpec, chunk: ChunkRef, shard: Shard, encoding: int, sto
     rows = None
     if shard.split.parts > 1:
         rows = part_rows(shard.split, shard.part, chunk.first_token, chunk.num_tokens)
-    whole = np.empty(spec.tile_bytes(chunk.num_tokens), np.uint8) if rows is not None else None
-    for i in range(stored.shape[0]):
-        for j in range(stored.shape[1]):
-            raw = out[i, j] if whole is None else whole
-            if not decode_tile(encoding, spec, chunk.num_tokens, stored[i, j], raw):
-                return False
-            if rows is not None:
-                gather_part(spec, raw, rows, chunk.num_tokens, out[i, j])
+    whole = np.empty((stored.shape[1], spec.tile_bytes(chunk.num_tokens)), np.uint8) if rows is not None else None
+    for i in range(stored.shape[0]):  # a layer stays in the processor's cache
+        raw = out[i] if whole is None else whole
+        if not decode_tiles(encoding, spec, chunk.num_tokens, stored[i], raw):
+            return False
+        for j in range(len(raw) if rows is not None else 0):
+            assert rows is not None
+            gather_part(spec, raw[j], rows, chunk.num_tokens, out[i, j])
     return True

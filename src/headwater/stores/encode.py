@@ -23,15 +23,19 @@ def pack_tiles(spec: KVSpec, num_tokens: int, tiles: Tiles, sums: npt.NDArray[np
     if coding.encode is None or coding.decode is None or not size:
         return None
     packed = np.empty((*tiles.shape[:2], size), np.uint8)
-    again = np.empty(spec.tile_bytes(num_tokens), np.uint8)
-    known = None if sums is None else sums.reshape(-1).tolist()
-    for i in range(tiles.shape[0]):
-        for j in range(tiles.shape[1]):
-            raw, stored = tiles[i, j], packed[i, j]
-            if not coding.encode(spec, num_tokens, raw, stored) or not coding.decode(spec, num_tokens, stored, again):
-                return None
-            if not (np.array_equal(again, raw) if known is None else checksum(again) == known[i * tiles.shape[1] + j]):
-                return None
+    again = np.empty((tiles.shape[1], spec.tile_bytes(num_tokens)), np.uint8)
+    known = None if sums is None else sums.reshape(tiles.shape[:2])
+    for i in range(tiles.shape[0]):  # a layer stays in the processor's cache
+        if not coding.encode(spec, num_tokens, tiles[i], packed[i]).all():
+            return None
+        is_back = coding.decode(spec, num_tokens, packed[i], again).all()
+        is_same = (
+            np.array_equal(again, tiles[i])
+            if known is None
+            else [checksum(tile) for tile in again] == known[i].tolist()
+        )
+        if not is_back or not is_same:
+            return None
     return packed
 
 

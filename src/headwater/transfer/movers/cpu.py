@@ -21,11 +21,11 @@ from headwater.kernels.extent_cpu import SpanWriter
 from headwater.kv.encoding import PACKED, RAW, stored_tile_bytes
 from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
-from headwater.kv.packing import pack_tile
+from headwater.kv.packing import pack_tiles
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
+from headwater.stores import encode
 from headwater.stores.decode import settle_tiles
-from headwater.stores.encode import pack_tiles
 from headwater.transfer.convert import BlockIds, ConversionPlan, plan_chunks, scatter
 from headwater.transfer.copy_threads import CopyThreads
 from headwater.transfer.load_job import Load, LoadBatch, LoadPart
@@ -96,19 +96,18 @@ class CpuStorer:
         assert job.sums is not None
         spec, num_tokens = self._spec, job.chunks[span].num_tokens
         start, first, step, num_heads = staged
-        raw, size = spec.tile_bytes(num_tokens), stored_tile_bytes(spec, num_tokens, PACKED)
-        packed = np.empty(size, np.uint8)
+        row_bytes, size = num_heads * spec.tile_bytes(num_tokens), stored_tile_bytes(spec, num_tokens, PACKED)
+        packed = np.empty((num_heads, size), np.uint8)
         for i, layer in enumerate(owned.layers):
             row = first + i * step
-            for head in range(num_heads):
-                at = start + (row * num_heads + head) * raw
-                tile = np.frombuffer(memory[at : at + raw], np.uint8)
-                if not pack_tile(spec, num_tokens, tile, packed):
-                    job.misfits.add(span)
-                    return
-                job.sums[span, before + row, head] = checksum(packed)
-                number = layer * self._model_heads + owned.heads.start + head
-                ctypes.memmove(job.targets[span].address + number * size, packed.ctypes.data, size)
+            at = start + row * row_bytes
+            raw = np.frombuffer(memory[at : at + row_bytes], np.uint8).reshape(num_heads, -1)
+            if not pack_tiles(spec, num_tokens, raw, packed).all():
+                job.misfits.add(span)
+                return
+            job.sums[span, before + row] = [checksum(tile) for tile in packed]
+            place = job.targets[span].address + (layer * self._model_heads + owned.heads.start) * size
+            ctypes.memmove(place, packed.ctypes.data, num_heads * size)
 
     def hash(self, work: Gathered) -> None:
         """See `Storer`: done while they were copied."""
@@ -125,7 +124,7 @@ class CpuStorer:
 
     def stored(self, chunk: ChunkRef, encoding: int, tiles: Bytes) -> Bytes | None:
         """See `Storer`."""
-        return tiles if encoding == RAW else pack_tiles(self._spec, chunk.num_tokens, tiles)
+        return tiles if encoding == RAW else encode.pack_tiles(self._spec, chunk.num_tokens, tiles)
 
     def synchronize(self) -> None:
         """See `Storer`: nothing is under way."""
