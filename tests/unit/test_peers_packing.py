@@ -4,9 +4,11 @@ whoever lies about encodings is shut out before anything is reserved."""
 from __future__ import annotations
 
 import contextlib
+import random
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,10 @@ from headwater.peers.caller import LinkSettings, PeerCaller
 from headwater.peers.carriers import nixl
 from headwater.peers.hello import PeerRole, describe_space, scope_of
 from headwater.peers.reader import PeerStore, open_source
+from headwater.peers.sender import PeerSender
 from headwater.pool import Pool, Space, open_pool
 from headwater.stores.base import Form, Piece, Status
+from headwater.stores.encode import pack_tiles
 from headwater.stores.url import parse_url
 from peer_cases import CHUNK, check_arrived, nothing_pending, prompt, receiving, sending, transfer_id
 
@@ -550,3 +554,54 @@ def test_parts_of_tiles_are_raw_whatever_a_caller_takes() -> None:
         check_arrived(here, chunks)
         piece = Piece(chunks[0], WHOLE, empty_tiles(SPEC, chunks[0], WHOLE))
         assert here.read_pieces([piece]) == [Status.OK]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_announcing_and_saving_ends_with_right_bytes(seed: int) -> None:
+    """Two ranks, chunks that are stored in either form before or after they are announced, some of them aborted by a
+    rank that cannot save its part and saved again in the other form."""
+    rnd = random.Random(seed)
+    topology = Topology(tp=2)
+    shards = list(topology.shards(SPEC))
+    with two_hosts(rnd.choice(["auto", "on"])) as (one, other), receiving(other, join_s=1.0) as peer:
+        here, there = open_space(one), open_space(other)
+        with sending(here, topology) as senders:
+            for number in range(12):
+                chunks, name = prompt(here, rnd.randint(1, 6), seed=number, tail=rnd.choice([0, 0, 5])), transfer_id()
+                forms = [rnd.choice([RAW, PACKED]) for _ in chunks]
+                todo = [partial(sender.push, name, str(peer.address), chunks) for sender in senders]
+                todo += [
+                    partial(_save_part, here, s, shard, chunks, forms) for s, shard in zip(senders, shards, strict=True)
+                ]
+                is_spoiled = rnd.random() < 0.3
+                if is_spoiled:
+                    _save_part(here, senders[0], shards[0], chunks, [RAW + PACKED - form for form in forms])
+                    here.abort(chunks)
+                    todo.append(partial(senders[0].lost, chunks[rnd.randrange(len(chunks)) :]))
+                rnd.shuffle(todo)
+                for work in todo:
+                    work()
+                    if rnd.random() < 0.3:
+                        wait_until(lambda: not any(link._inbox for s in senders for link in s._links.values()), 10.0)
+                sent = min([sender.flush(name, 20.0) for sender in senders])
+                num_tokens = chunks[-1].first_token + chunks[-1].num_tokens
+                match = there.match(there.keys([number, *range(1, num_tokens)]))
+                assert is_spoiled or (sent, match.num_tokens) == (num_tokens, num_tokens)
+                check_arrived(there, match.chunks)
+                assert encodings_of(other, match.chunks) == encodings_of(one, match.chunks)
+        nothing_pending(other)
+        assert other.verify().clean
+        assert peer.landing.pending_bytes == 0
+
+
+def _save_part(
+    space: Space, sender: PeerSender, shard: Shard, chunks: Sequence[ChunkRef], forms: Sequence[int]
+) -> None:
+    tiles = []
+    for chunk, form in zip(chunks, forms, strict=True):
+        raw = local_tiles(SPEC, chunk, shard)
+        packed = pack_tiles(SPEC, chunk.num_tokens, raw) if form == PACKED else raw
+        assert packed is not None
+        tiles.append(packed)
+    space.write(chunks, shard, tiles, encodings=forms)
+    sender.noted(chunks, range(6))

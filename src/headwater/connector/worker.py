@@ -49,7 +49,15 @@ SAVE_PATIENCE_S = 0.02
 IDLE_WAIT_S = 0.05
 """How long a step that has nothing to compute waits for a load: then the engine may look for new requests."""
 
-PUSH_DROPS = ("chunks_dropped", "chunks_refused", "chunks_lost", "chunks_unsaved", "chunks_evicted", "chunks_stale")
+PUSH_DROPS = (
+    "chunks_dropped",
+    "chunks_refused",
+    "chunks_lost",
+    "chunks_unsaved",
+    "chunks_evicted",
+    "chunks_stale",
+    "chunks_unreadable",
+)
 """Counts of `PeerSender` that are chunks which did not get to their peer."""
 
 
