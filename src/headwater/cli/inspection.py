@@ -57,12 +57,21 @@ def _stats_rows(s: StoreStats) -> list[tuple[str, str, str]]:
         ),
         ("processes", f"{s.members - 1:,}", "that have it open, not counting this one"),
         ("stored", f"{s.stored:,}", f"chunks since it was created, {size(s.stored_bytes)}"),
-        ("packed", f"{s.packed_share:.1%}", f"of {size(s.stored_raw_bytes)} of KV, what it takes as it is stored"),
+        ("packed", *_packed(s)),
         ("evicted", f"{s.evicted:,}", "chunks, to free space"),
         ("damaged", f"{s.damaged:,}", "chunks, detected and removed"),
         ("aborted", f"{s.aborted:,}", "chunks whose write was aborted"),
         ("rebuilds", f"{s.rebuilds:,}", "of the index, after a crash or damage"),
     ]
+
+
+def _packed(s: StoreStats) -> tuple[str, str]:
+    if s.packed_share < 1:
+        return (
+            f"{s.packed_share:.1%}",
+            f"stored size, of {format_size(s.stored_raw_bytes)} raw, of all that was ever stored",
+        )
+    return "nothing", "bfloat16 KV can be, with packing=on in the pool's URL"
 
 
 # ---- listings ---------------------------------------------------------------------------------------------------
