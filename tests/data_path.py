@@ -1,4 +1,5 @@
-"""The matrix of the data path: every mover, shape of pool, state of the first tier, load mode and topology.
+"""The matrix of the data path: every mover, shape of pool, state of the first tier, packing there, load mode and
+topology.
 
 A cell saves one prompt, puts the first tier into some state, and lets an engine's two sides bring the prompt back into
 a paged cache: the same bytes, everything that some tier has, and afterwards kept in the first tier where that can be. A
@@ -25,6 +26,7 @@ from headwater.connector.orders import StepReport
 from headwater.connector.scheduler import SchedulerSide
 from headwater.connector.tracker import Scheduled
 from headwater.connector.worker import WorkerSide
+from headwater.kv.encoding import RAW, packed_or_raw
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Topology, whole_shard
 from headwater.peers.address import PeerAddress
@@ -32,7 +34,7 @@ from headwater.peers.receiver import Receiver
 from headwater.pool import open_pool
 from headwater.pool.pool import Pool
 from headwater.pool.space import Space
-from headwater.stores.base import Piece, Status
+from headwater.stores.base import Form, Piece, Status
 from transfer_pool_cases import BLOCK, CHUNK, SPEC, make_cache, tiles_of
 
 from support import identity, local_tiles, temporary_url
@@ -41,6 +43,8 @@ from transfer_cases import ORDERS
 MOVERS = ("cpu", "cuda")
 POOLS = ("shm", "file", "memory", "shm+file", "shm+redis", "shm+mooncake", "shm+peer")
 STATES = ("has it", "emptied", "too small", "full of leases", "suffix only", "another server fills it")
+PACKINGS = ("auto", "on")
+"""Of the first tier. The KV is bfloat16, so lower tiers hold packed chunks either way."""
 MODES = ("async", "layerwise", "blocking")
 TOPOLOGIES = ("equal", "other")
 
@@ -59,6 +63,7 @@ class Cell(NamedTuple):
     mover: str
     pool: str
     state: str
+    packing: str
     mode: str
     topology: str
 
@@ -77,7 +82,7 @@ class Places:
 
 def all_cells(movers: tuple[str, ...] = MOVERS) -> list[Cell]:
     """Every combination."""
-    return [Cell(*values) for values in product(movers, POOLS, STATES, MODES, TOPOLOGIES)]
+    return [Cell(*values) for values in product(movers, POOLS, STATES, PACKINGS, MODES, TOPOLOGIES)]
 
 
 def why_not(cell: Cell) -> str:
@@ -112,17 +117,18 @@ def lower_url(cell: Cell, places: Places) -> Iterator[str]:
     elif kind == "mooncake":
         yield f"{places.mooncake}?prefix=m{unique}&lookup=10&deadline=30&segment=32MiB&buffer=16MiB"
     elif kind == "peer":
-        with another_host(writer_of(cell), places) as url:
+        with another_host(cell, places) as url:
             yield url
     else:
         yield ""
 
 
 @contextmanager
-def another_host(writer: Topology, places: Places) -> Iterator[str]:
+def another_host(cell: Cell, places: Places) -> Iterator[str]:
     """A host that has the prompt in its pool, and a receiver: nothing is copied to it from here."""
-    with temporary_url("shm", places.folder, "capacity=16MiB") as url, open_pool(url) as pool:
-        write(pool, prompt_chunks(space_of(pool)), writer)
+    options = f"capacity=16MiB&packing={cell.packing}"
+    with temporary_url("shm", places.folder, options) as url, open_pool(url) as pool:
+        write(pool, prompt_chunks(space_of(pool)), writer_of(cell))
         receiver = Receiver(pool, PeerAddress("127.0.0.1", 0))
         receiver.start()
         try:
@@ -164,10 +170,14 @@ def prepared(cell: Cell, places: Places) -> Iterator[Pool]:
     with ExitStack() as stack:
         lower = stack.enter_context(lower_url(cell, places))
         scheme = cell.pool.partition("+")[0]
-        first = stack.enter_context(temporary_url(scheme, places.folder, "capacity=16MiB"))
+        options = f"packing={cell.packing}&capacity"
+        first = stack.enter_context(temporary_url(scheme, places.folder, f"{options}=16MiB"))
         pool = stack.enter_context(open_pool(join(first, lower)))
         chunks = prompt_chunks(space_of(pool))
         write(pool, chunks, writer_of(cell))
+        packs = cell.packing == "on" or scheme == "file"
+        wanted = [Form(encoding=packed_or_raw(SPEC, chunk.num_tokens) if packs else RAW) for chunk in chunks]
+        assert pool.first_tier.forms(chunks) == wanted  # type: ignore[attr-defined]
         assert pool.flush(WAIT_S)
         if cell.state in ("emptied", "suffix only", "another server fills it"):
             pool._store._front.clear(None)  # type: ignore[attr-defined]
@@ -176,7 +186,7 @@ def prepared(cell: Cell, places: Places) -> Iterator[Pool]:
         if cell.state in ("too small", "full of leases"):
             num_chunks = NUM_CHUNKS - 2 if cell.state == "too small" else 3 * NUM_CHUNKS
             capacity = FIXED_BYTES + num_chunks * EXTENT
-            small = stack.enter_context(temporary_url(scheme, places.folder, f"capacity={capacity}"))
+            small = stack.enter_context(temporary_url(scheme, places.folder, f"{options}={capacity}"))
             pool = stack.enter_context(open_pool(join(small, lower)))
             if cell.state == "full of leases":
                 fill_with_leases(pool)
@@ -191,7 +201,7 @@ def fill_with_leases(pool: Pool) -> None:
         chunks = keys.refs(4)
         shard = whole_shard(SPEC)
         front = pool._store._front  # type: ignore[attr-defined]
-        root = space._root_of(chunks[0].root)
+        root = space._roots.find(chunks[0].root)
         pieces = [Piece(chunk, shard, local_tiles(SPEC, chunk, shard)) for chunk in chunks]
         statuses = front.write(root, pieces, WAIT_S)
         for chunk, status in zip(chunks, statuses, strict=True):
@@ -320,13 +330,13 @@ def load(side: SchedulerSide, ranks: list[Rank], wanted: list[ChunkRef], num_loc
 
 # ---- printing ---------------------------------------------------------------------------------------------------
 def matrix_text(results: dict[Cell, str]) -> str:
-    """The results as a table: a row for each mover, pool and state, a column for each mode and topology."""
+    """The results as a table: a row for each mover, pool, state and packing, a column for each mode and topology."""
     columns = [(mode, topology) for mode in MODES for topology in TOPOLOGIES]
-    lines = [f"{'':44}" + "".join(f"{mode + ' ' + topology:>22}" for mode, topology in columns)]
-    rows = dict.fromkeys((cell.mover, cell.pool, cell.state) for cell in results)
+    lines = [f"{'':50}" + "".join(f"{mode + ' ' + topology:>22}" for mode, topology in columns)]
+    rows = dict.fromkeys((cell.mover, cell.pool, cell.state, cell.packing) for cell in results)
     for row in rows:
         found = [results.get(Cell(*row, mode, topology), "") for mode, topology in columns]
-        name = f"{row[0]:5}{row[1]:14}{row[2]:25}"
+        name = f"{row[0]:5}{row[1]:14}{row[2]:25}{row[3]:6}"
         if len(set(found)) == 1 and found[0].startswith("n/a"):
             lines.append(name + found[0])
         else:

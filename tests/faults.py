@@ -22,6 +22,7 @@ class FaultProxy:
     stall_after  `stalled` after so many bytes of answers
     garbage   answers are replaced by noise
     flip_after  one bit of the answers is flipped after so many bytes
+    flip_question_after  the same of what the client says
     refusing  new connections are closed at once
     """
 
@@ -36,12 +37,16 @@ class FaultProxy:
         self.stalled = self.one_way = self.garbage = self.refusing = False
         self.cut_after: int | None = None
         self.flip_after: int | None = None
+        self.flip_question_after: int | None = None
         self.stall_after: int | None = None
+        self.num_bytes = {True: 0, False: 0}
+        """That were forwarded: of what clients said (True), and of the answers."""
         threading.Thread(target=self._accept, name="fault-proxy", daemon=True).start()
 
     def heal(self) -> None:
         """Be a good network again. Connections that were hurt are gone."""
         self.delay_s, self.cut_after, self.stall_after, self.flip_after = 0.0, None, None, None
+        self.flip_question_after = None
         self.stalled = self.one_way = self.garbage = self.refusing = False
         self.reset()
 
@@ -88,7 +93,14 @@ class FaultProxy:
                     time.sleep(0.005)
                 if not is_question:
                     data = self._spoil(data, source, target)
+                elif self.flip_question_after is not None:
+                    at, self.flip_question_after = self.flip_question_after, self.flip_question_after - len(data)
+                    if at < len(data):
+                        self.flip_question_after = None
+                        data = data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :]
                 target.sendall(data)
+                with self._lock:
+                    self.num_bytes[is_question] += len(data)
         except OSError:
             pass
         finally:

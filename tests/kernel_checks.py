@@ -17,6 +17,7 @@ from headwater.kernels.attention.triton_backend import TritonAttention
 from headwater.kernels.attention.triton_decode import decode_attention, decode_config
 from headwater.kernels.attention.triton_latent import latent_attention, latent_config, tile_queries
 from headwater.kernels.attention.triton_prefill import prefill_attention, prefill_config
+from headwater.kernels.attention.triton_tiles import TileConfig
 from headwater.kernels.norm import add_rms_norm_torch, rms_norm_torch
 from headwater.kernels.norm_triton import add_rms_norm_triton, rms_norm_triton
 from headwater.kernels.rope import apply_rope_torch, rope_and_store_torch
@@ -173,11 +174,17 @@ def check_prefill_splits(
 
 
 def check_latent(
-    rng: random.Random, device: str, dtype: torch.dtype, *, case: LatentCase | None = None, max_prefix: int = 100
+    rng: random.Random,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    case: LatentCase | None = None,
+    max_prefix: int = 100,
+    config: TileConfig | None = None,
 ) -> None:
     """Latent attention of the whole backend on a mixed ragged batch, some requests of which hold nothing."""
     case = case or random_latent_case(rng, device=device, dtype=dtype, max_prefix=max_prefix)
-    backend = TritonAttention(device, num_sms=rng.choice((1, 16, 132)))
+    backend = TritonAttention(device, latent=config, num_sms=rng.choice((1, 16, 132)))
     got, lse = case.run(backend)
     expected, expected_lse = case.run(ReferenceAttention())
     assert got.is_contiguous()
@@ -187,13 +194,24 @@ def check_latent(
     assert torch.equal(backend.run_latent(*args, backend.plan(case.batch), case.scale), got)
 
 
-def check_latent_splits(rng: random.Random, device: str, dtype: torch.dtype) -> None:
+def check_latent_of_shared_rows(rng: random.Random, device: str, dtype: torch.dtype) -> None:
+    """The same in tiles of 64 rows, which 8 warps share; blocks of 16 tokens have all kinds of masks."""
+    check_latent(rng, device, dtype, config=SHARED_ROWS)
+    check_latent_splits(rng, device, dtype, config=SHARED_ROWS)
+
+
+SHARED_ROWS = TileConfig(64, 16, 8, 2)
+
+
+def check_latent_splits(
+    rng: random.Random, device: str, dtype: torch.dtype, *, config: TileConfig | None = None
+) -> None:
     """Decodes and chunks over latents, cut along the KV into spans of which some are empty."""
     case = random_latent_case(rng, device=device, dtype=dtype, max_prefix=300)
     expected, expected_lse = case.run(ReferenceAttention())
     got, lse = torch.full_like(expected, 7.0), torch.full_like(expected_lse, 7.0)
     batch, n = case.batch, case.batch.num_decodes
-    config = latent_config(dtype, case.shape.group, 64, shared_bytes=100 * 1024)
+    config = config or latent_config(dtype, case.shape.group, 64, shared_bytes=100 * 1024)
     tiles = TritonAttention(device).plan(batch).prefill_tiles(tile_queries(case.shape.group, config))
     parts = [(slice(0, n), None)] * (n > 0) + [(slice(n, len(got)), tiles)] * (n < batch.num_requests)
     for rows, part_tiles in parts:
@@ -237,4 +255,5 @@ CHECKS = (
     check_prefill_splits,
     check_latent,
     check_latent_splits,
+    check_latent_of_shared_rows,
 )

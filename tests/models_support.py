@@ -162,3 +162,13 @@ def run_ranks(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+def assert_same_tensors(folder: Path, other: Path) -> None:
+    """Two checkpoints of one file each have the same tensors, under the same names."""
+    from safetensors.torch import load_file
+
+    found, wanted = (load_file(where / "model.safetensors") for where in (folder, other))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)

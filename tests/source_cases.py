@@ -61,7 +61,7 @@ def check(filling: Filling, chunk: ChunkRef, extent: Tiles) -> None:
     assert filling.status == Status.OK
     assert np.array_equal(extent, local_tiles(SPEC, chunk, WHOLE_SHARD))
     tiles = [tile for layer in extent for tile in layer]
-    sums = [part_checksums(SPEC, filling.split, chunk.first_token, chunk.num_tokens, tile) for tile in tiles]
+    sums = [part_checksums(SPEC, filling.form.split, chunk.first_token, chunk.num_tokens, tile) for tile in tiles]
     assert filling.sums is not None
     assert filling.sums.dtype == np.uint64
     assert filling.sums.tolist() == [value for tile in sums for value in tile]
@@ -72,7 +72,7 @@ def commit(front: Space, reservations: Sequence[Reservation], fillings: Sequence
     filled = []
     for reservation, filling in zip(reservations, fillings, strict=True):
         assert filling.sums is not None
-        for part in range(filling.split.parts):
-            sums = filling.sums.reshape(-1, filling.split.parts)[:, part]
+        for part in range(filling.form.split.parts):
+            sums = filling.sums.reshape(-1, filling.form.split.parts)[:, part]
             filled.append(Filled(reservation, range(4), range(4), part, sums))
     return front.commit(filled, deadline_s=PATIENCE_S)

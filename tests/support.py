@@ -6,13 +6,17 @@ written to know what it must get.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from hypothesis import strategies as st
@@ -32,6 +36,19 @@ WAIT_S = 120.0
 """For anything that happens in the background, on a machine that has other things to do."""
 
 
+def second_implementation() -> ModuleType:
+    """tests/vectors/generate.py: docs/format.md once more, slow, and without any code of Headwater."""
+    name = "headwater_vectors"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "vectors" / "generate.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
+
+
 def identity(tag: int = 0, dtype: str = "float16") -> Identity:
     """An identity that differs by `tag`."""
     return Identity(weights=f"sha256:{tag:064x}", run_dtype=dtype, kv_dtype=dtype)
@@ -43,10 +60,20 @@ def gqa(layers: int = 3, heads: int = 4, dim: int = 4, dtype: str = "float16") -
 
 
 def tile(spec: KVSpec, chunk: ChunkRef, layer: int, head: int) -> np.ndarray:
-    """The one true content of a tile."""
+    """The one true content of a tile: noise, or KV like a model's where it is bfloat16."""
     seed = int.from_bytes(chunk.key[:8], "little") ^ (layer << 32) ^ (head << 48)
     rng = np.random.Generator(np.random.SFC64(seed))
+    if all(plane.dtype == "bfloat16" for plane in spec.planes):
+        planes = [bfloat16_values(rng, chunk.num_tokens, plane.width) for plane in spec.planes]
+        return np.concatenate(planes)
     return rng.integers(0, 256, spec.tile_bytes(chunk.num_tokens), dtype=np.uint8)
+
+
+def bfloat16_values(rng: np.random.Generator, num_tokens: int, width: int) -> np.ndarray:
+    """Normal values with a scale for each channel, as bytes: what packs. (Noise does not.)"""
+    scales = np.exp(rng.standard_normal(width, np.float32))
+    values = rng.standard_normal((num_tokens, width), np.float32) * scales
+    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
 
 
 def local_tiles(spec: KVSpec, chunk: ChunkRef, shard: Shard) -> Tiles:

@@ -19,7 +19,6 @@ import torch
 
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard, Topology, whole_shard
-from headwater.pool.space import Space
 from headwater.stores.base import Status
 from headwater.transfer import save
 from headwater.transfer.convert import PageSpan, gather, plan_spans, scatter
@@ -35,10 +34,12 @@ from transfer_pool_cases import (
     make_loader,
     make_saver,
     open_space,
+    pending_extent,
     tiles_of,
+    write_noise,
 )
 
-from transfer_cases import ORDERS
+from transfer_cases import ORDERS, make_packable
 
 LAYER = EXTENT // SPEC.num_layers
 SLOW_CYCLES = 2_000_000
@@ -66,6 +67,8 @@ class Step:
         self.layers = [
             torch.randint(0, 256, (one,), dtype=torch.uint8, device=view.device) for _ in range(len(shard.layers))
         ]
+        for data in self.layers:
+            make_packable(data)
 
     def write(self, layer: int) -> None:
         scatter(self.plan, range(layer, layer + 1), self.layers[layer - self.shard.layers.start])
@@ -136,14 +139,6 @@ def check_layer_save(url: str, device: str, tp: int, ring: int, group_bytes: int
             assert all(np.array_equal(got, whole[c.key]) for got, c in zip(out, part, strict=True))
         assert pool.verify().clean
         assert pool.stats().store.pending_bytes == 0
-
-
-def write_noise(space: Space, chunks: list[ChunkRef]) -> list[np.ndarray]:
-    whole = [space.empty(chunk, whole_shard(SPEC)) for chunk in chunks]
-    for tiles in whole:
-        tiles[...] = np.random.randint(0, 256, tiles.shape, np.uint8)
-    assert set(space.write(chunks, whole_shard(SPEC), whole, deadline_s=30)) == {Status.OK}
-    return whole
 
 
 def read_layers(
@@ -266,7 +261,7 @@ def check_full_ring(url: str, device: str) -> None:
             saver.layer_done(0)
             go.set()
             end = time.monotonic() + 30
-            while pool.stats().store.pending_bytes != 5 * EXTENT or saver.ring.num_free != 1:
+            while pool.stats().store.pending_bytes != 5 * pending_extent(space, device) or saver.ring.num_free != 1:
                 assert time.monotonic() < end, "the first layer has not left"
                 time.sleep(0.01)
             assert saver.num_dropped == 6 + 1
@@ -330,7 +325,7 @@ def check_never_computed(url: str, device: str) -> None:
             savers.append(make_saver(space, view, shard, staging_bytes=64 * EXTENT, group_bytes=1, deadline_s=10.0))
         savers[1].save("r", chunks[:4], blocks)
         assert savers[1].drain(30)
-        assert pool.stats().store.pending_bytes == 4 * EXTENT
+        assert pool.stats().store.pending_bytes == 4 * pending_extent(space, device)
         savers[0].begin("r", chunks[:4], blocks)
         savers[0].discard()
         assert savers[0].drain(30)

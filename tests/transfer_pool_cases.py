@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headwater.kv.encoding import PACKED, RAW, stored_extent_bytes
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Topology, whole_shard
@@ -17,6 +18,7 @@ from headwater.pool import open_pool
 from headwater.pool.pool import Pool
 from headwater.pool.space import Space
 from headwater.stores.base import Status
+from headwater.stores.encode import pack_tiles
 from headwater.transfer.convert import PageSpan, gather, plan_spans
 from headwater.transfer.load import Loader
 from headwater.transfer.save import Saver
@@ -24,7 +26,7 @@ from headwater.transfer.save_job import SaveRequest
 from headwater.transfer.view import PagedView
 
 from support import identity
-from transfer_cases import ORDERS, cache_view
+from transfer_cases import ORDERS, cache_view, make_packable
 
 SPEC = KVSpec.gqa(num_layers=4, num_kv_heads=8, head_dim=16, dtype="bfloat16")
 CHUNK, BLOCK, TOKENS = 32, 8, 32 * 12 + 5
@@ -171,13 +173,24 @@ def check_save_together(url: str, device: str, ring: int) -> None:
         assert pool.verify().clean
 
 
+def write_noise(space: Space, chunks: list[ChunkRef]) -> list[np.ndarray]:
+    """Store chunks, every other one packed; their raw tiles."""
+    shard = whole_shard(SPEC)
+    whole = [space.empty(chunk, shard) for chunk in chunks]
+    for number, (chunk, tiles) in enumerate(zip(chunks, whole, strict=True)):
+        tiles[...] = np.random.randint(0, 256, tiles.shape, np.uint8)
+        make_packable(torch.from_numpy(tiles.reshape(-1)))
+        packed = pack_tiles(SPEC, chunk.num_tokens, tiles) if number % 2 else None
+        assert packed is not None or not number % 2 or chunk.num_tokens < CHUNK
+        given, encoding = (tiles, RAW) if packed is None else (packed, PACKED)
+        assert space.write([chunk], shard, [given], encodings=[encoding], deadline_s=30) == [Status.OK]
+    return whole
+
+
 def check_load(url: str, device: str, tp: int, ring: int) -> None:
     """Written by the CPU, loaded on the device by every rank of a topology."""
     with open_space(url) as (_, space, chunks):
-        whole = [space.empty(chunk, whole_shard(SPEC)) for chunk in chunks]
-        for tiles in whole:
-            tiles[...] = np.random.randint(0, 256, tiles.shape, np.uint8)
-        assert set(space.write(chunks, whole_shard(SPEC), whole, deadline_s=30)) == {Status.OK}
+        whole = write_noise(space, chunks)
         for rank in range(tp):
             shard = Topology(tp=tp).shard(SPEC, tp_rank=rank)
             view, blocks = make_cache(shard, device, ORDERS[(rank + 1) % 3])
@@ -196,12 +209,19 @@ def check_load(url: str, device: str, tp: int, ring: int) -> None:
 
 
 def flip_byte(space: Space, chunk: ChunkRef, offset: int) -> None:
-    """Damage one byte of a stored chunk."""
+    """Damage one byte of a stored chunk: the one at this offset, or so far into what is packed."""
     loan = space.lend([chunk], whole_shard(SPEC))
     place = loan.places[0]
     assert place is not None
-    place.segment[place.offset + offset] ^= 0x10
+    stored = stored_extent_bytes(SPEC, chunk.num_tokens, loan.encodings[0])
+    place.segment[place.offset + offset * stored // SPEC.extent_bytes(chunk.num_tokens)] ^= 0x10
     loan.release()
+
+
+def pending_extent(space: Space, kind: str = "cpu") -> int:
+    """What one full chunk takes in the pool, as the mover under test saves it, or that of this kind."""
+    on_device = (MOVER or kind) == "cuda"
+    return stored_extent_bytes(SPEC, CHUNK, space.encoding(CHUNK, whole_shard(SPEC), on_device=on_device))
 
 
 def check_damage(url: str, device: str) -> None:

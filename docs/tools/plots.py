@@ -192,6 +192,16 @@ def routing() -> str:
     )
 
 
+def packing() -> str:
+    """What codes make of the same KV."""
+    rows = [
+        Row(code["name"], code["share"], f"{code['share']:.1%}", "met" if code["name"] == "packed" else "other")
+        for code in load("packing")["codes"]
+    ]
+    ticks = [(share, f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
+    return picture("KV in bfloat16, of its raw bytes", "SmolLM2, 1,536 tokens; shorter is better", rows, None, ticks)
+
+
 def _x(share: float) -> float:
     return round(BAR_START + share * (BAR_END - BAR_START), 1)
 
@@ -217,9 +227,11 @@ PLOTS: dict[str, Callable[[], str]] = {
     "engine-experts": lambda: against_bars("engine-experts"),
     "transfer": lambda: against_bars("transfer"),
     "ttft": lambda: against_bars("ttft", "ttft-cpu"),
+    "packing": packing,
     "router": routing,
     "peers": lambda: against_bars("peers"),
     "peers-carriers": lambda: against_bars("peers-carriers"),
+    "peers-packed": lambda: against_bars("peers-packed"),
     "vllm-connectors": connectors,
     "vllm-lengths": lengths,
     "vllm-gpu": lambda: against_bars("vllm-gpu"),

@@ -27,7 +27,7 @@ _EMBEDDED = ("capacity", "index", "segment", "policy")
 _NETWORK = ("ttl", "connections", "password_file", "ca", "lookup", "piece", "prefix", "protocol", "device", "buffer")
 _MOONCAKE = ("replicas", "prefer", "metadata", "host", "pin", "metrics")
 _PEER = ("secret_file", "tls", "cert", "key")
-VALUES_SHOWN = frozenset((*_EMBEDDED, *_NETWORK, *_MOONCAKE, *_PEER, "deadline", "write"))
+VALUES_SHOWN = frozenset((*_EMBEDDED, *_NETWORK, *_MOONCAKE, *_PEER, "deadline", "write", "packing"))
 """The options whose values are no secrets. Those of unknown ones may be: `?password=…`."""
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from headwater.kv.topology import Topology
 from headwater.pool import Space, open_pool
-from headwater.stores.base import Filled, Status
+from headwater.stores.base import Filled, Form, Status
 
 from support import WAIT_S, empty_tiles, gqa, identity, local_tiles
 
@@ -192,11 +192,10 @@ def reserve_then_stop(url: str) -> None:
 
 def reserve_alone_then_wait(url: str, group: str) -> None:
     """Reserve a prompt's chunks as a fetch does, and hang."""
-    from headwater.kv.topology import WHOLE
 
     space = open_space(url, int(group))
     chunks = space.keys(prompt(1)).chunks()
-    tickets = space._store.reserve(space.root(), chunks, WHOLE, exclusive=True)  # type: ignore[attr-defined]
+    tickets = space._store.reserve(space.root(), chunks, [Form()] * len(chunks), exclusive=True)  # type: ignore[attr-defined]
     say(" ".join(ticket.status.name for ticket in tickets))
     hear()
 

@@ -13,10 +13,23 @@ import pytest
 pytest.importorskip("torch", reason="the transfer needs torch")
 
 from covering import covering_array
-from data_path import MODES, MOVERS, POOLS, STATES, TOPOLOGIES, Cell, Places, all_cells, matrix_text, run_cell, why_not
+from data_path import (
+    MODES,
+    MOVERS,
+    PACKINGS,
+    POOLS,
+    STATES,
+    TOPOLOGIES,
+    Cell,
+    Places,
+    all_cells,
+    matrix_text,
+    run_cell,
+    why_not,
+)
 from servers import mooncake_master, redis_server
 
-FACTORS = {"mover": MOVERS, "pool": POOLS, "state": STATES, "mode": MODES, "topology": TOPOLOGIES}
+FACTORS = {"mover": MOVERS, "pool": POOLS, "state": STATES, "packing": PACKINGS, "mode": MODES, "topology": TOPOLOGIES}
 _results: dict[Cell, str] = {}
 
 

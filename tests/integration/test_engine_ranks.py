@@ -35,7 +35,7 @@ def test_a_rank_killed_while_the_engine_is_idle(tmp_path: Path) -> None:
     )
     with Engine(config) as engine:
         engine.check_alive()
-        group: Any = engine._executor._ranks  # type: ignore[attr-defined]
+        group: Any = engine._executor._others  # type: ignore[attr-defined]
         process, _ = group._children[0]
         process.kill()
         process.wait()

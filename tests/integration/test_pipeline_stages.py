@@ -29,7 +29,6 @@ from headwater.engine.link import PoolLink
 from headwater.kv.topology import Shard, Topology
 from headwater.models.checkpoint import open_checkpoint
 from headwater.pool import open_pool
-from headwater.stores.base import Loan
 from headwater.stores.embedded import destroy
 from headwater.stores.url import parse_url
 from headwater.transfer.view import PagedView, view_description
@@ -260,7 +259,7 @@ def test_a_stage_that_fails_to_load_costs_the_prompt_its_hit(oracle: Oracle, poo
             def lend(self, chunks: Any, shard: Any) -> Any:
                 loan = real.lend(chunks, shard)
                 places = zip(chunks, loan.places, strict=True)
-                return Loan(loan.lease, [place if chunk.number < 1 else None for chunk, place in places], loan.sums)
+                return loan._replace(places=[place if chunk.number < 1 else None for chunk, place in places])
 
             def read(self, chunks: Any, shard: Any, out: Any, **options: Any) -> Any:
                 statuses = real.read(chunks, shard, out, **options)

@@ -190,7 +190,7 @@ def test_prefill_that_is_preempted_sends_all_of_it(model: Path, tmp_path: Path) 
     prompts = [prompt_of(2 * CHUNK + 100, seed) for seed in range(2)]
     grows = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
     with two_pools(tmp_path) as (prefill_url, decode_url), receiver_of(decode_url) as (receiver, _):
-        config = config_of(model, prefill_url, num_pages=80, max_batched_tokens=64)
+        config = config_of(model, prefill_url, num_pages=80, max_model_len=1024, max_batched_tokens=64)
         with Engine(config) as engine:
             for number, prompt in enumerate(prompts):
                 engine.add(f"{number}", prompt, grows, transfer=push(receiver.address, f"{number:04x}"))

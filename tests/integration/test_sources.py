@@ -14,7 +14,7 @@ from headwater.kv.encoding import ENCODINGS, Encoding
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import WHOLE
 from headwater.pool import Space, open_pool
-from headwater.stores.base import Piece, Status
+from headwater.stores.base import Form, Piece, Status
 from headwater.stores.remote import open_remote
 from headwater.stores.remote.writer import WholeChunk
 from headwater.stores.tiers.lower import RemoteTier
@@ -91,13 +91,13 @@ def test_chunks_come_as_they_are_stored(backend: str, front: Space, request: pyt
     with remote_tier(f"{backend}://127.0.0.1:{started.port}", OPTIONS + more) as tier:
         chunks = front.keys(range(CHUNK * 20 + 5)).chunks()
         put(tier, front, chunks[:18] + chunks[20:])
-        assert tier.splits(chunks) == [WHOLE] * 18 + [None] * 2 + [WHOLE]
+        assert tier.forms(chunks) == [Form()] * 18 + [None] * 2 + [Form()]
         with reserved(front, chunks, WHOLE) as (reservations, extents):
             fillings = fill(tier, front, chunks, extents)
             assert [f.status for f in fillings] == [Status.OK] * 18 + [Status.MISS] * 2 + [Status.OK]
             for i in (*range(18), 20):
                 check(fillings[i], chunks[i], extents[i])
-                assert fillings[i].split == WHOLE
+                assert fillings[i].form == Form()
             assert all((extents[i] == 0xA5).all() for i in (18, 19))
             assert set(commit(front, reservations[:18], fillings[:18])) == {Status.OK}
         assert front.exists(chunks) == [True] * 18 + [False] * 3
@@ -120,9 +120,9 @@ def test_a_manifest_that_was_asked_for_is_not_asked_for_again(
         return fetch(names, limit, deadline)
 
     monkeypatch.setattr(client, "fetch", count)
-    assert tier.splits(chunks) == [WHOLE] * 8
+    assert tier.forms(chunks) == [Form()] * 8
     assert asked == [8]
-    assert tier.splits(chunks) == [WHOLE] * 8
+    assert tier.forms(chunks) == [Form()] * 8
     assert statuses_of(tier, front, chunks) == [Status.OK] * 8
     assert asked == [8]
 
@@ -142,7 +142,7 @@ def test_a_piece_that_is_gone_or_short_is_a_miss_of_its_chunk_alone(
         assert statuses_of(tier, front, chunks) == wanted
         assert client.exists(f"hw:m:{chunks[2].key.hex()}") == 0, "a manifest that promises too much goes"
     assert tier.usable
-    assert tier.splits(chunks) == [WHOLE, None, None, WHOLE]
+    assert tier.forms(chunks) == [Form(), None, None, Form()]
     put(tier, front, chunks[1:3])
     pieces = [Piece(chunk, WHOLE_SHARD, empty_tiles(SPEC, chunk, WHOLE_SHARD)) for chunk in chunks]
     assert tier.store.read(front.root(), pieces) == [Status.OK] * 4
@@ -164,7 +164,7 @@ def test_a_short_piece_is_a_miss_for_readers_too(tier: RemoteTier, front: Space,
 def test_what_was_written_anew_is_read_by_its_new_manifest(tier: RemoteTier, front: Space) -> None:
     (chunk,) = front.keys(range(CHUNK)).chunks()
     put(tier, front, [chunk])
-    assert tier.splits([chunk]) == [WHOLE]
+    assert tier.forms([chunk]) == [Form()]
     old = tier.store._memory.manifest(chunk.key)
     assert old is not None
     tier.store.remove(front.root(), [chunk.key])
@@ -177,7 +177,7 @@ def test_a_server_that_does_not_answer_is_late_and_writes_nothing_later(server: 
     with fault_proxy(server.port) as proxy, remote_tier(f"redis://127.0.0.1:{proxy.port}") as tier:
         chunks = front.keys(range(CHUNK * 8)).chunks()
         put(tier, front, chunks)
-        assert tier.splits(chunks) == [WHOLE] * 8
+        assert tier.forms(chunks) == [Form()] * 8
         proxy.stall_after = 3 * SPEC.extent_bytes(CHUNK)
         with reserved(front, chunks, WHOLE) as (_, extents):
             started = time.monotonic()
@@ -232,10 +232,10 @@ def test_extents_of_another_length_stay_empty_and_the_chunk_where_it_is(
     half = local_tiles(SPEC, chunks[1], WHOLE_SHARD)[:, :, : SPEC.tile_bytes(CHUNK) // 2].copy()
     item = WholeChunk(front.root(), chunks[1], half, None, encoding=7)
     assert tier.store.store([item], time.monotonic() + 30) == [Status.OK]
-    assert tier.splits(chunks) == [WHOLE, None]
+    assert tier.forms(chunks) == [Form(), None]
     for _ in range(2):
         assert statuses_of(tier, front, chunks) == [Status.OK, Status.MISS]
     extent = half.copy()
     extent[...] = 0
     (filling,) = fill(tier, front, chunks[1:], [extent])
-    assert (filling.status, filling.encoding, extent.tobytes()) == (Status.OK, 7, half.tobytes())
+    assert (filling.status, filling.form.encoding, extent.tobytes()) == (Status.OK, 7, half.tobytes())

@@ -13,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.kernels.extent_triton import CopyConfig, move_rows_triton
+from headwater.kernels.pack_check import Coding, agrees
+from headwater.kernels.pack_triton import PackConfig, UnpackConfig, packed_fits_triton
 from headwater.kernels.post_triton import post_triton
 from headwater.kernels.touch_triton import STEP_BYTES, touch_rows_triton
 from headwater.kernels.xxh3 import unsigned
 from headwater.kernels.xxh3_triton import HashConfig, finish_tiles_triton, xxh3_tiles_triton
 
+from pack_cases import check_hostile, check_pack, check_unpack, every_pattern, full_of_escapes
 from transfer_cases import SPECS, check_checksums, check_gather, check_scatter, check_sums
 
 torch.set_num_threads(1)
@@ -43,6 +46,46 @@ def test_heads_that_do_not_fill_a_tile(seed):
     move_rows = partial(move_rows_triton, config=CopyConfig(256, 4))
     check_gather(random.Random(seed), "cpu", move_rows, SPECS[2])  # three heads
     check_scatter(random.Random(seed), "cpu", move_rows, SPECS[2])
+
+
+PACKINGS = [(PackConfig(), UnpackConfig()), (PackConfig(8), UnpackConfig(8, steps=2, programs=1))]
+
+
+def test_the_check_at_the_start_passes():
+    gather, scatter = (partial(move_rows_triton, scatter=way) for way in (False, True))
+    assert agrees(torch.device("cpu"), Coding(gather, scatter, packed_fits_triton))
+
+
+@pytest.mark.parametrize(("pack", "unpack"), PACKINGS, ids=["held", "in steps"])
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**31))
+def test_packed_moves(pack, unpack, seed):
+    check_pack(random.Random(seed), "cpu", partial(move_rows_triton, packing=pack), fits=packed_fits_triton)
+    check_unpack(random.Random(seed + 1), "cpu", partial(move_rows_triton, packing=unpack))
+
+
+@pytest.mark.parametrize("unpack", [unpack for _, unpack in PACKINGS], ids=["at once", "in parts"])
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**31))
+def test_hostile_tiles(unpack, seed):
+    check_hostile(random.Random(seed), "cpu", partial(move_rows_triton, packing=unpack))
+
+
+@pytest.mark.parametrize(("pack", "unpack"), PACKINGS, ids=["held", "in steps"])
+def test_every_value(pack, unpack):
+    rng = random.Random(0)
+    assert check_pack(rng, "cpu", partial(move_rows_triton, packing=pack), every_pattern(rng, "cpu")) == 1
+    check_unpack(rng, "cpu", partial(move_rows_triton, packing=unpack), every_pattern(rng, "cpu"))
+
+
+@pytest.mark.parametrize(("pack", "unpack"), PACKINGS, ids=["held", "in steps"])
+def test_as_many_escapes_as_there_is_room_for(pack, unpack):
+    rng = random.Random(0)
+    for more, fitting in ((0, 1), (1, 0)):
+        case = full_of_escapes(rng, "cpu", more)
+        move_rows = partial(move_rows_triton, packing=pack)
+        assert check_pack(rng, "cpu", move_rows, case, fits=packed_fits_triton) == fitting
+    check_unpack(rng, "cpu", partial(move_rows_triton, packing=unpack), full_of_escapes(rng, "cpu"))
 
 
 @settings(max_examples=10)

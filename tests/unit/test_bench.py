@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from headwater.bench import fleet, push, push_hosts, push_layers, push_nixl, store, vllm_handoff
+from headwater.bench import fleet, packed_link, push, push_hosts, push_layers, push_nixl, store, vllm_handoff
 from headwater.cli import run as run_cli
 from headwater.errors import InvalidArgumentError, StoreError
 from headwater.stores.embedded import store_directory
@@ -65,9 +67,33 @@ def test_fleet_smoke() -> None:
     report = fleet.run(fleet.QUICK)
     assert report["wrong_bytes"] == 0
     assert report["detected"] == report["injected"] == 60
+    assert 10 < report["injected_packed"] < 50
     assert report["compared_tiles"] > 0
     assert report["verified_clean"]
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("headwater-fleet-")]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or None in [shutil.which(name) for name in ("ip", "tc", "redis-server")],
+    reason="a limited link needs root, ip and tc, and a Redis server",
+)
+def test_a_quick_run_through_a_limited_link_reports_every_figure_and_leaves_nothing() -> None:
+    before = set(os.listdir("/dev/shm"))
+    report = packed_link.run(packed_link.QUICK, lambda text: None)
+    ways = {way: report[f"packed_{way}_1g"] for way in packed_link.WAYS}
+    assert min(ways.values()) > 0
+    assert report["packed_fetch_1g"] == max(ways.values())
+    assert report["packed_fetch_worst_1g"] in ways
+    assert 0.74 < report["packed_size_ratio"] < 0.8
+    assert report["link_gbps_1g"] > 0
+    made = [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("hwbench-")]
+    assert not [name for name in made if not os.path.exists(f"/proc/{name.split('-')[1]}")], "not others' that run now"
+    mine = re.compile(rf"10\.78\.{os.getpid() % 250}\.")
+    for line in subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout.split("\n"):
+        if line.startswith("hwb"):
+            shown = subprocess.run(["ip", "-n", line.split()[0], "addr"], check=False, capture_output=True, text=True)
+            assert not mine.search(shown.stdout), f"{line} is left"
 
 
 def test_a_run_of_peers_without_time_says_so() -> None:
@@ -79,7 +105,7 @@ def test_a_run_of_peers_without_time_says_so() -> None:
 def test_hosts_that_cannot_be_made_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     report = push_hosts.bench_hosts(push.QUICK.hosts, 1, lambda text: None)
-    assert report["hosts_reason"] == "network namespaces need root and `ip`"
+    assert report["hosts_reason"] == "network namespaces need root and `ip`, a limited link also `tc`"
     assert [report[figure] for figure in push_hosts.FIGURES] == [None] * len(push_hosts.FIGURES)
 
 

@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 
 from typer.testing import CliRunner  # noqa: E402
 
-from headwater.bench import engine, engine_cpu, engine_gpu, engine_peers, engine_shapes  # noqa: E402
+from headwater.bench import engine, engine_cpu, engine_drafts, engine_gpu, engine_peers, engine_shapes  # noqa: E402
 from headwater.cli.app import app  # noqa: E402
 from headwater.errors import EngineError  # noqa: E402
+from headwater.models.checkpoint import open_checkpoint  # noqa: E402
 from headwater.models.config_hf import config_from_hf  # noqa: E402
 
 LABELS = {bar.figure for bar in engine.BARS}
@@ -64,12 +65,26 @@ def test_without_transformers_the_peers_are_null_and_the_reason_is_given(
         raise ImportError(name)
 
     monkeypatch.setattr(engine_peers, "import_module", missing)
-    report = engine.run(engine.EngineBench(str(tiny), engine.QUICK.cpu, None, is_quick=True))
+    report = engine.run(engine.EngineBench(str(tiny), engine.QUICK.cpu, gpu=None, is_quick=True))
     assert report["tokens_per_s"] > 0
     assert report["cpu_tput_ratio"] is report["cpu_prefill_ratio"] is None
     assert report["transformers_static_tokens_per_s"] is None
     assert "not installed" in report["transformers_reason"]
     assert report["bars"]["cpu_tput_ratio"]["verdict"] == "not measured"
+    assert report["ngram_quote_ratio"] is None
+    assert "holds no tokenizer" in report["ngram_reason"]
+
+
+@pytest.mark.slow
+def test_drafts_are_compared_with_none() -> None:
+    """With the real model: quoting takes fewer steps, and both sides say the same."""
+    bench = engine_drafts.DraftsBench(num_drafts=6, output_tokens=24, pairs=1)
+    report = engine_drafts.bench_drafts(bench, open_checkpoint("smollm2"), lambda text: None)
+    assert report["ngram_quote_tokens_per_step"] > 1.5
+    for task in engine_drafts.TASKS:
+        assert report[f"ngram_{task}_same_answer"]
+        assert report[f"ngram_{task}_ratio"] > 0
+        assert report[f"ngram_{task}_tokens_per_step"] >= 1
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from headwater.cli.demo.cache import SPEC, PagedCache
 from headwater.cli.demo.ranks import Rank, load, save
 from headwater.cli.listing import Selection
 from headwater.errors import SettingsMismatchError
-from headwater.pool.space import tenant_tag
+from headwater.pool.tenants import tenant_tag
 from headwater.stores.url import DEFAULT_URL
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")

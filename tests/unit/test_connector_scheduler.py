@@ -780,6 +780,26 @@ def test_a_dropped_chunk_is_ordered_again_with_parents_that_nobody_has_saved(spa
     assert [("b", first, first + 16) for first in (16, 32, 48, 64)] in found
 
 
+def test_chunks_that_cannot_be_packed_are_ordered_again_raw_for_whoever_has_them(space: Space) -> None:
+    engine = Engine(space)
+    a, b = engine.add("a", 80), engine.add("b", 64)
+    engine.start(a)
+    (first,) = engine.step((a, 80)).during
+    assert first.raw == ()
+    keys = [chunk.key for chunk in first.job.chunks]
+    fill(space, 32)
+    one = StepReport(unsaved={"a": 32}, misfits=(keys[2],))
+    engine.side.handle_report(one.merged(StepReport(misfits=(keys[2], keys[3]))))  # two ranks, as one report
+    (again,) = [order for step in engine.steps(a, RETRY_STEPS) for order in step.before]
+    assert [chunk.key for chunk in again.job.chunks] == keys[2:]
+    assert again.raw == (0, 1)
+    assert engine.load(b) == 32
+    engine.side.handle_report(StepReport(ended={"b": (2,)}))
+    b.num_computed = 32
+    (other,) = engine.step((b, 32)).during
+    assert [other.job.chunks[number].key for number in other.raw] == keys[2:4]
+
+
 def test_chunks_are_dropped_at_most_so_often(space: Space, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(space)
     a = engine.add("a", 64)

@@ -387,7 +387,7 @@ def make_orders() -> StepOrders:
     with rank() as r:
         names = {"tenant": b"t\xff", "adapter": b"\x00" * 32}
         before = (SaveOrder(r.job("é", r.chunks(1), A), **names), SaveOrder(r.job("b", r.chunks(2)[1:], [])))
-        during = (SaveOrder(r.job("c", r.space.keys([*range(21)]).chunks(), B)),)
+        during = (SaveOrder(r.job("c", r.space.keys([*range(21)]).chunks(), B), raw=(1,)),)
         loads = (LoadOrder(r.job("d", r.chunks(3, 3)[1:], A), 17, mode="layerwise", **names),)
         pushes = (
             PushOrder("c", "0f", "host:1", tuple(r.chunks(2)), **names),
@@ -406,7 +406,8 @@ def same(one: StepOrders, other: StepOrders) -> bool:
         names = [(order.tenant, order.adapter) for order in (*orders.before, *orders.during, *orders.loads)]
         loads = [(load.num_local, load.mode) for load in orders.loads]
         rest = (orders.epoch, orders.cancelled, orders.wrong_blocks, orders.is_idle, orders.pushes, orders.flushes)
-        return [job.request_id for job in jobs], groups, names, loads, len(orders.before), len(orders.during), rest
+        raw = [save.raw for save in (*orders.before, *orders.during)]
+        return [job.request_id for job in jobs], groups, names, loads, raw, len(orders.before), len(orders.during), rest
 
     return bool(plain(one) == plain(other))
 
@@ -414,7 +415,7 @@ def same(one: StepOrders, other: StepOrders) -> bool:
 def test_orders_and_reports_survive_the_wire() -> None:
     for orders in (make_orders(), StepOrders()):
         assert same(orders_from_wire(*orders_to_wire(orders)), orders)
-    report = StepReport({"a": (1, 2), "b": ()}, {"c": 256}, "because", {"d": (7, 9)})
+    report = StepReport({"a": (1, 2), "b": ()}, {"c": 256}, "because", {"d": (7, 9)}, (b"k" * 32, b"l" * 32))
     assert report_from_wire(report_to_wire(report)) == report
 
 
@@ -431,6 +432,9 @@ def test_the_wire_takes_nothing_else() -> None:
         lambda f, a: f.update(epoch="seven"),
         lambda f, a: f.update(before=3),
         lambda f, a: f["before"].pop(),
+        lambda f, a: f["before"][0].pop("raw"),
+        lambda f, a: f["during"][0].update(raw=[2]),
+        lambda f, a: f["during"][0].update(raw=[-1]),
         lambda f, a: f["loads"][0].update(mode="pray"),
         lambda f, a: f["pushes"].pop(),
         lambda f, a: f["pushes"][0].pop("peer"),
@@ -467,6 +471,8 @@ def test_the_wire_takes_nothing_else() -> None:
         {"ended": {"a": [float("inf")]}, "unsaved": {}, "declined": ""},
         {"ended": {"a": [-1]}, "unsaved": {}, "declined": ""},
         {"ended": {}, "unsaved": {"a": 1 << 70}, "declined": ""},
+        report_to_wire(StepReport(misfits=(b"short",))),
+        report_to_wire(StepReport()) | {"misfits": ["zz" * 32]},
     ]
     for fields in spoiled_reports:
         with pytest.raises(InvalidArgumentError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from headwater.stores.url import parse_url
 
 from support import empty_tiles, gqa, identity, local_tiles, temporary_url
 
-SPEC = gqa(layers=2, heads=2, dim=16)
+SPEC = gqa(layers=2, heads=2, dim=16, dtype="bfloat16")
 SHARD = whole_shard(SPEC)
 PROMPTS = 12
 
@@ -37,6 +37,12 @@ def fill(space: Space) -> None:
         for shard in topology.shards(SPEC) if prompt % 3 == 0 else [SHARD]:
             statuses = space.write(chunks, shard, [local_tiles(SPEC, chunk, shard) for chunk in chunks])
             assert Status.TIMEOUT not in statuses, "nothing here takes long"
+
+
+def a_url(scheme: str, folder: Path) -> AbstractContextManager[str]:
+    """Of a new store. Chunks in files are packed, those in shared memory if that is wanted."""
+    options = "capacity=2MiB&packing=on" if scheme == "packed" else "capacity=2MiB"
+    return temporary_url("shm" if scheme == "packed" else scheme, folder, options)
 
 
 @contextmanager
@@ -96,7 +102,7 @@ def pick(url: str, kind: str) -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["shm", "file"])
+@pytest.mark.parametrize("scheme", ["shm", "packed", "file"])
 def test_damage_while_closed(scheme: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("damage")
 
@@ -105,7 +111,7 @@ def test_damage_while_closed(scheme: str, tmp_path_factory: pytest.TempPathFacto
     @given(seed=st.integers(0, 2**32), kind=st.sampled_from(FILES), mode=st.sampled_from([*MODES, "cut", "delete"]))
     def check(seed: int, kind: str, mode: str) -> None:
         rnd = random.Random(seed)
-        with temporary_url(scheme, folder, "capacity=2MiB") as url:
+        with a_url(scheme, folder) as url:
             with open_space(url) as (pool, space):
                 fill(space)
                 assert read_everything(space) == 50 * PROMPTS
@@ -124,7 +130,7 @@ def test_damage_while_closed(scheme: str, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["shm", "file"])
+@pytest.mark.parametrize("scheme", ["shm", "packed", "file"])
 def test_damage_while_open(scheme: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("damage")
 
@@ -132,7 +138,7 @@ def test_damage_while_open(scheme: str, tmp_path_factory: pytest.TempPathFactory
     @given(seed=st.integers(0, 2**32), kind=st.sampled_from(FILES), mode=st.sampled_from([*MODES, "delete"]))
     def check(seed: int, kind: str, mode: str) -> None:
         rnd = random.Random(seed)
-        with temporary_url(scheme, folder, "capacity=2MiB") as url, open_space(url) as (pool, space):
+        with a_url(scheme, folder) as url, open_space(url) as (pool, space):
             fill(space)
             for path in pick(url, kind):
                 if mode == "delete":

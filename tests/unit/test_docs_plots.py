@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headwater.bench.engine import BARS as ENGINE
+from headwater.bench.packing import BARS as PACKING
 from headwater.bench.router import BARS as ROUTER
 from headwater.bench.store import BARS as STORE
 from headwater.bench.transfer import BARS as TRANSFER
@@ -73,7 +74,7 @@ def test_figures_say_where_they_come_from(path: Any) -> None:
 
 def test_bars_are_those_of_the_commands() -> None:
     """A bar that is moved in the code is moved in the documentation, too."""
-    bars = {bar.figure: bar for bar in (*STORE, *ENGINE, *TRANSFER, *TTFT, *ROUTER)}
+    bars = {bar.figure: bar for bar in (*STORE, *ENGINE, *TRANSFER, *TTFT, *ROUTER, *PACKING)}
     compared = 0
     for path in FILES:
         for figure in json.loads(path.read_text())["figures"]:

@@ -43,9 +43,8 @@ def space(pool: Pool) -> Space:
 
 @pytest.fixture
 def packing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another encoding is known, and this store's new chunks are in it."""
+    """Another encoding is known: tiles in it can be kept, and not decoded."""
     monkeypatch.setitem(ENCODINGS, PACKED, Encoding("packed", packed_bytes))
-    monkeypatch.setattr(store_of(pool)._writer._reserver, "_encoding", PACKED)
 
 
 def store_of(pool: Pool) -> EmbeddedStore:
@@ -63,7 +62,7 @@ def entry_of(pool: Pool, chunk: ChunkRef) -> Entry:
 def fill(space: Space, chunks: list[ChunkRef]) -> list[np.ndarray]:
     """Put noise into extents as they are stored; what each holds now."""
     rng, stored = np.random.default_rng(1), []
-    extents = space.reserve(chunks, SHARD)
+    extents = space.reserve(chunks, SHARD, encodings=[PACKED] * len(chunks))
     for extent in extents:
         tiles = extent.tiles
         assert tiles is not None
@@ -137,12 +136,12 @@ def test_readers_of_plain_tiles_refuse_what_they_cannot_decode(
 
 @pytest.mark.usefixtures("packing")
 def test_ranks_that_store_in_another_encoding_do_not_fill_the_same_extent(
-    pool: Pool, space: Space, monkeypatch: pytest.MonkeyPatch
+    space: Space,
 ) -> None:
     chunks = space.keys(range(32)).chunks()
-    extents = space.reserve(chunks, SHARD)
-    monkeypatch.setattr(store_of(pool)._writer._reserver, "_encoding", RAW)
+    extents = space.reserve(chunks, SHARD, encodings=[PACKED] * 2)
     assert {extent.status for extent in space.reserve(chunks, SHARD)} == {Status.BUSY}
+    assert {extent.status for extent in space.reserve(chunks, SHARD, encodings=[PACKED] * 2)} == {Status.OK}
     for extent in extents:
         extent.abort()
 
@@ -155,7 +154,6 @@ def test_an_unknown_encoding_is_a_miss_and_no_damage(
     space.write(chunks[:1], SHARD, [local_tiles(SPEC, chunks[0], SHARD)])
     with monkeypatch.context() as patch:
         patch.setitem(ENCODINGS, PACKED, Encoding("packed", packed_bytes))
-        patch.setattr(store_of(pool)._writer._reserver, "_encoding", PACKED)
         fill(space, chunks[1:])
         assert space.match(keys).num_tokens == 48
     encoding._refused.clear()
@@ -182,7 +180,6 @@ def test_a_length_that_contradicts_the_encoding_does_not_fit(
     (chunk,) = space.keys(range(16)).chunks()
     with monkeypatch.context() as patch:
         patch.setitem(ENCODINGS, PACKED, Encoding("packed", packed_bytes))
-        patch.setattr(store_of(pool)._writer._reserver, "_encoding", PACKED)
         fill(space, [chunk])
         patch.setitem(
             ENCODINGS, PACKED, Encoding("packed", lambda spec, num_tokens: packed_bytes(spec, num_tokens) - 1)

@@ -149,7 +149,7 @@ def test_what_no_tier_has_any_more_ends_a_fetch_and_leaks_nothing(lost: int, tmp
         assert fetch.num_kept == lost
         fetch.release()
         front = front_of(pool)
-        assert front.exists(space._any_root, chunks) == [i < lost for i in range(len(chunks))]
+        assert front.exists(space._roots.any, chunks) == [i < lost for i in range(len(chunks))]
         assert front.stats().chunks == lost, "chunks that nobody can find take room"
         assert front.stats().pending_bytes == 0
         assert not front._core.members.published()

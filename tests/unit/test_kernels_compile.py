@@ -26,7 +26,7 @@ HALF, WIDE, INDEX, LONG = "*bf16", "*fp32", "*i32", "*i64"
 QWEN3_30B = {"TOP_K": 8, "INNER": 768, "HIDDEN": 2048, "NUM_EXPERTS": 128}
 
 
-def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> None:
+def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
     """Compile to a binary. Arguments that are neither in `types` nor constants are 32-bit integers."""
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -41,6 +41,7 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert made.asm["cubin"]
     assert made.metadata.shared <= SHARED_BYTES
+    return made
 
 
 @pytest.fixture(autouse=True)
@@ -132,8 +133,11 @@ def test_latent_attention(rows: int, tiled: bool) -> None:
     sizes = {"LATENT": 512, "ROPE": 64, "BLOCK_LATENT": 512, "BLOCK_ROPE": 64, "PAGE_SIZE": 16, "HEAD_BLOCK": 16}
     blocks = {"BLOCK_ROWS": config.block_rows, "BLOCK_TOKENS": config.block_tokens, "PRECISION": "tf32"}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    modes = {"TILED": tiled, "SPLIT": True, "LSE": True}
-    compile_kernel(triton_latent._latent_kernel, types, sizes | blocks | modes, **options)
+    modes = {"TILED": tiled, "SPLIT": True, "LSE": True, "BRANCHED": triton_latent.warps_share_rows(config)}
+    code = compile_kernel(triton_latent._latent_kernel, types, sizes | blocks | modes, **options).asm
+    if rows == 64:
+        # Two groups of four warps: each makes the scores of half a block's tokens, and not both the same ones.
+        assert code["ptx"].count("wgmma.mma_async.sync.aligned.m64n32k16") == (512 + 64) // 16
 
 
 def test_merging_latent_splits() -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from test_models_gguf import TOKENS, _write_tokenizer
 
 from headwater.errors import ModelError
 from headwater.models.checkpoint import open_checkpoint
+from headwater.models.config import DenseConfig
+from headwater.models.config_json import hf_config
+from headwater.models.convert import convert_gguf
 
-from models_support import load_model, run_tokens, save_tiny
+from models_support import assert_same_tensors, load_model, run_tokens, save_tiny
 
 ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe"}
 ARCHITECTURES["glm4_moe"] = "glm4moe"
@@ -212,3 +217,40 @@ def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None
     path = write_gguf(tmp_path / "m.gguf", tmp_path / "hf", model, expert_count=5)
     with pytest.raises(ModelError, match="expected a stack of 5 matrices"):
         dict(open_checkpoint(path).tensors())
+
+
+CONVERTED = CASES | {
+    "qwen3_moe, some layers dense": CASES["qwen3_moe"] | {"mlp_only_layers": [1]},
+    "qwen2_moe, the first one dense": CASES["qwen2_moe"] | {"mlp_only_layers": [0]},
+}
+
+
+@pytest.mark.parametrize("case", CONVERTED)
+def test_a_converted_model_is_the_one_that_the_file_came_from(tmp_path: Path, case: str) -> None:
+    """Tensor for tensor, and in `transformers`, which reads the new config."""
+    model = save_tiny(tmp_path / "hf", case.partition(",")[0], **CONVERTED[case])
+    path = write_gguf(tmp_path / "m.gguf", tmp_path / "hf", model)
+    convert_gguf(path, tmp_path / "out")
+    assert_same_tensors(tmp_path / "out", tmp_path / "hf")
+    assert open_checkpoint(tmp_path / "out").config.settings == open_checkpoint(tmp_path / "hf").config.settings
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        tokens = torch.tensor([TOKENS])
+        torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_layers_that_only_draft_are_not_converted(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "hf", "glm4_moe", **CASES["glm4_moe"])
+    path = write_gguf(tmp_path / "m.gguf", tmp_path / "hf", model, block_count=4, nextn_predict_layers=1)
+    convert_gguf(path, tmp_path / "out")
+    assert_same_tensors(tmp_path / "out", tmp_path / "hf")
+
+
+def test_a_model_that_no_config_describes_is_not_converted(tmp_path: Path) -> None:
+    """Mixtral with the first layer dense: the file says so by its tensors, and no config.json of Mixtral could."""
+    save_tiny(tmp_path / "hf", "mixtral", **CASES["mixtral"])
+    config = replace(open_checkpoint(tmp_path / "hf").config, mlp=DenseConfig(intermediate_size=32))
+    assert config.sparse is not None
+    odd = replace(config, sparse=replace(config.sparse, layers=(1, 2)))
+    with pytest.raises(ModelError, match=r"no config\.json of the family mixtral describes this model: .* sparse"):
+        hf_config(odd, "float32")

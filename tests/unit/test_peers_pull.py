@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import peer_cases as pc
 from headwater.errors import ConfigError, InvalidArgumentError, UrlError, WireError
+from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import WHOLE, Shard, Topology
 from headwater.peers import pull_wire
 from headwater.peers.channels import PeerChannel
@@ -23,7 +24,7 @@ from headwater.peers.reader import PeerStore, open_source
 from headwater.peers.receiver import Receiver
 from headwater.peers.wire import Type, encode_frame
 from headwater.pool import Pool, Space, open_pool
-from headwater.stores.base import Piece, Status
+from headwater.stores.base import Form, Piece, Status
 from headwater.stores.tiers.lower import SourceTier
 from headwater.stores.url import parse_url, parse_urls
 
@@ -74,7 +75,7 @@ def test_chunks_come_into_extents(scheme: str, topology: Topology, front: Space,
     with peer(scheme, tmp_path) as (receiver, there), tier_of(receiver, there) as tier:
         chunks = there.keys(range(CHUNK * 40 + 5)).chunks()
         write(there, chunks, topology)
-        assert tier.splits(chunks) == [WHOLE] * 41
+        assert tier.forms(chunks) == [Form()] * 41
         with reserved(front, chunks, WHOLE) as (reservations, extents):
             fillings = fill(tier, front, chunks, extents)
             for filling, chunk, extent in zip(fillings, chunks, extents, strict=True):
@@ -91,7 +92,7 @@ def test_what_is_not_there_is_a_miss(front: Space) -> None:
         write(there, chunks[:2])
         pending = there.write(chunks[2:3], next(Topology(tp=2).shards(SPEC)), [np.zeros((4, 2, 1024), np.uint8)])
         assert pending == [Status.OK]
-        assert tier.splits(chunks) == [WHOLE, WHOLE, None, None, None, None]
+        assert tier.forms(chunks) == [Form(), Form(), None, None, None, None]
         with reserved(front, chunks, WHOLE) as (_, extents):
             fillings = fill(tier, front, chunks, extents)
             assert [filling.status for filling in fillings] == [Status.OK] * 2 + [Status.MISS] * 4
@@ -314,17 +315,24 @@ def test_a_read_that_is_too_large_or_out_of_bounds_closes_the_connection() -> No
         wait_until(lambda: receiver.counts["refused_not_ours"] == before + 1, what="it is refused")
 
 
+def read_of(count: int, takes: int = 0) -> pull_wire.Read:
+    chunk = ChunkRef(bytes(32), bytes(32), 0, 0, CHUNK, bytes(32))
+    return pull_wire.Read((chunk,) * count, Shard(range(3), range(1)), 1, (takes,) * count if takes else ())
+
+
 @given(st.binary(max_size=400), st.integers(0, 5))
 def test_noise_is_never_more_than_a_wire_error(noise: bytes, count: int) -> None:
     for decode in (
         pull_wire.decode_run,
-        pull_wire.decode_exists,
+        pull_wire.Exists.decode,
         pull_wire.decode_events,
         pull_wire.PageReader().decode,
         pull_wire.EventPlace.decode,
         lambda meta: pull_wire.decode_run_answer(meta, count),
         lambda meta: pull_wire.decode_ages(meta, count),
-        lambda meta: pull_wire.decode_read_answer(meta, count, 3),
+        lambda meta: pull_wire.decode_ages(meta, count, has_encodings=True),
+        lambda meta: pull_wire.decode_read_answer(meta, read_of(count)),
+        lambda meta: pull_wire.decode_read_answer(meta, read_of(count, takes=3)),
         lambda meta: pull_wire.Read.decode(meta, 16, 4, 4),
     ):
         with contextlib.suppress(WireError):
@@ -373,7 +381,7 @@ def test_what_is_being_sent_cannot_be_evicted() -> None:
                 header, meta = channel.connection.receive(deadline)
                 out = np.zeros(header.data_bytes, np.uint8)
                 channel.connection.receive_into([out.data], deadline)
-                assert pull_wire.decode_read_answer(meta, 2, 64)[0] == [Status.OK] * 2
+                assert pull_wire.decode_read_answer(meta, read).statuses == [Status.OK] * 2
                 assert (out == 1).all()
         finally:
             store.close()

@@ -476,7 +476,7 @@ def frames(space: Space) -> dict[str, bytes]:
         "noise": os.urandom(200),
         "a flipped bit": bytes(flipped),
         "heads out of bounds": wire.encode_frame(wire.Type.PUT, heads.encode()),
-        "another encoding": wire.encode_frame(wire.Type.PUT, replace(put, encoding=3).encode()),
+        "another encoding": wire.encode_frame(wire.Type.PUT, replace(put, encodings=(3,) * len(put.chunks)).encode()),
         "a put twice": good + good,
         "data without a put": wire.encode_frame(wire.Type.DATA, data.encode(), data_bytes=size),
         "too few bytes": good + wire.encode_frame(wire.Type.DATA, data.encode(), data_bytes=size - 1),

@@ -55,6 +55,34 @@ def test_a_put_is_read_back() -> None:
         assert wire.Put.decode(meta, CHUNK) == put
 
 
+def test_encodings_of_a_put_are_read_back() -> None:
+    with open_pool("memory://?capacity=8MiB") as pool:
+        plain = a_put(make_space(pool))
+    put = replace(plain, encodings=(1, 0, 7))
+    assert wire.Put.decode(put.encode(), CHUNK) == put
+    assert wire.Put.decode(put.encode(), CHUNK).by_chunk == (1, 0, 7)
+    # All raw: the very bytes that a peer of the first version reads.
+    assert replace(plain, encodings=(0, 0, 0)).encode() == plain.encode()
+    assert wire.Put.decode(plain.encode(), CHUNK).by_chunk == (0, 0, 0)
+    assert len(put.encode()) == len(plain.encode()) + 3
+    for malformed in (put.encode()[:-1], put.encode() + b"\0", plain.encode() + b"\1\0\1"):
+        with pytest.raises(WireError):
+            wire.Put.decode(malformed, CHUNK)
+    at = next(i for i, (a, b) in enumerate(zip(put.encode(), plain.encode(), strict=False)) if a != b)
+    for how in (1, 2, 254):
+        with pytest.raises(WireError):
+            wire.Put.decode(put.encode()[:at] + bytes([how]) + put.encode()[at + 1 :], CHUNK)
+
+
+def test_a_welcome_of_the_first_version_knows_no_encodings() -> None:
+    """Its byte for them was padding."""
+    body = struct.pack("<HBxIQ", 1, 1, 5000, 1 << 20)
+    known = hello.Welcome.decode(bytes(32) + body, b"", b"", None)
+    assert (known.carrier, known.encodings) == (1, 0)
+    assert hello.Welcome(5000, 1 << 20, 1, 3).encode(b"", b"", None)[32:] == body[:3] + b"\3" + body[4:]
+    assert wire.encoding_bits([0, 1, 1, 7, 8, 255]) == 0b10000011
+
+
 def test_data_and_stops_are_read_back() -> None:
     sums = np.arange(12, dtype=np.uint64)
     data = wire.Data.decode(wire.Data(4, range(2, 5), [0, 3, 9], sums).encode())

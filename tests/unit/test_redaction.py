@@ -232,7 +232,7 @@ def test_a_configuration_file_is_told_without_its_secrets(tmp_path: Path) -> Non
     [
         ("redis://cache:6379/0?ttl=60", "redis://cache:6379/0?ttl=60"),
         ("redis://me:pw@cache:6379/0?ttl=60", "redis://***@cache:6379/0?ttl=60"),
-        ("shm:///headwater?capacity=8GiB", "shm:///headwater?capacity=8GiB"),
+        ("shm:///headwater?capacity=8GiB&packing=off", "shm:///headwater?capacity=8GiB&packing=off"),
         ("mooncake://h?metadata=http://meta:8080/metadata", "mooncake://h?metadata=http://meta:8080/metadata"),
         ("redis://h?password=x&ttl=60", "redis://h?password=***"),
         ("redis:u:pw", "redis:***"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.engine.params import SamplingParams
-from headwater.engine.request import Request
+from headwater.engine.request import Request, SampleRow
 from headwater.engine.sampler import Sampled, _uniform, make_sampling_batch, sample, unpack_logprobs
 from headwater.errors import RequestError
 
@@ -34,7 +34,11 @@ def request(tokens: list[int] | None = None, num_prompt: int | None = None, seed
 
 
 def run(logits: torch.Tensor, *requests: Request) -> Sampled:
-    return sample(logits, make_sampling_batch(requests, logits.shape[-1]))
+    return run_rows(logits, *map(SampleRow, requests))
+
+
+def run_rows(logits: torch.Tensor, *rows: SampleRow) -> Sampled:
+    return sample(logits, make_sampling_batch(rows, logits.shape[-1]))
 
 
 def draws(logits: torch.Tensor, count: int, **params: Any) -> torch.Tensor:
@@ -141,9 +145,8 @@ def test_a_tiny_temperature_takes_the_best_token(temperature: float) -> None:
 
 
 def test_more_logprobs_than_tokens_gives_all_of_them() -> None:
-    requests = [request(temperature=0.0, logprobs=20)]
-    batch = make_sampling_batch(requests, 7)
-    found = unpack_logprobs(batch, requests, sample(torch.randn(1, 7), batch))
+    batch = make_sampling_batch([SampleRow(request(temperature=0.0, logprobs=20))], 7)
+    found = unpack_logprobs(batch, sample(torch.randn(1, 7), batch))
     assert len(found[0].top) == 7
 
 
@@ -156,7 +159,7 @@ def test_penalties_are_what_they_say() -> None:
     from headwater.engine.sampler import _penalise
 
     row = logits[0].clone()
-    _penalise(row, asked)
+    _penalise(row, SampleRow(asked))
     # repetition: prompt and output; presence and frequency: output alone
     assert row.tolist() == pytest.approx([2.0 / 2 - 0.5 - 0.25, -1.0 * 2 - 0.5 - 0.5, 0.5, 0.25 / 2, 0.0])
     kept = logits.clone()
@@ -225,9 +228,9 @@ def test_logprobs_are_the_models_own() -> None:
     torch.manual_seed(3)
     logits = torch.randn(3, VOCAB)
     requests = [request(temperature=5.0, logprobs=4), request(temperature=0.0), request(temperature=0.0, logprobs=0)]
-    batch = make_sampling_batch(requests, VOCAB)
+    batch = make_sampling_batch([SampleRow(asked) for asked in requests], VOCAB)
     sampled = sample(logits, batch)
-    found = unpack_logprobs(batch, requests, sampled)
+    found = unpack_logprobs(batch, sampled)
     assert set(found) == {0, 2}
     wanted = logits.log_softmax(-1)
     assert found[0].token_id == int(sampled.token_ids[0])
@@ -263,3 +266,40 @@ def test_bad_parameters_are_named(params: dict[str, Any], name: str) -> None:
     with pytest.raises(RequestError, match=name) as caught:
         SamplingParams(**params)
     assert caught.value.param == name
+
+
+@given(
+    drafted=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
+    seed=st.integers(0, 1 << 40),
+    temperature=st.sampled_from([0.0, 0.7]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    penalty=st.sampled_from([1.0, 1.4]),
+    frequency=st.sampled_from([0.0, 0.6]),
+    min_tokens=st.sampled_from([0, 3]),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_row_after_drafts_is_that_of_a_request_that_said_them(
+    drafted: list[int],
+    seed: int,
+    temperature: float,
+    top_p: float,
+    penalty: float,
+    frequency: float,
+    min_tokens: int,
+) -> None:
+    """Noise, penalties and `min_tokens` go by the place of the row, and nothing of the drafts is remembered."""
+    torch.manual_seed(seed % 1000)
+    params: dict[str, Any] = {"seed": seed, "temperature": temperature, "top_p": top_p, "min_tokens": min_tokens}
+    params |= {"repetition_penalty": penalty, "frequency_penalty": frequency, "logprobs": 0}
+    asked = request(tokens=[3, 0, 3, 7], num_prompt=3, **params)
+    logits = torch.randn(len(drafted) + 1, VOCAB)
+    rows = [SampleRow(asked, tuple(drafted[:n])) for n in range(len(drafted) + 1)]
+    for _ in range(2):  # the second time as the first
+        got = run_rows(logits, *rows)
+        for n, row in enumerate(logits):
+            said = request(tokens=[*asked.tokens, *drafted[:n]], num_prompt=3, **params)
+            alone = run(row[None], said)
+            assert int(got.token_ids[n]) == int(alone.token_ids)
+            assert got.logprobs is not None
+            assert alone.logprobs is not None
+            assert torch.equal(got.logprobs[n], alone.logprobs[0])

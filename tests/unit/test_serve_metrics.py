@@ -72,10 +72,12 @@ def test_both_formats_can_be_read_and_say_the_same() -> None:
 def test_readings_follow_the_engine() -> None:
     stats = Stats()
     metrics = ServerMetrics(lambda: stats, {})
-    stats = Stats(num_running=2, num_preemptions=5, num_steps=7)
+    stats = Stats(num_running=2, num_preemptions=5, num_steps=7, num_draft_tokens=9, num_accepted_tokens=4)
     assert page(metrics)["headwater_requests_running"] == 2
     assert page(metrics)["headwater_preemptions_total"] == 5
     assert page(metrics)["headwater_engine_steps_total"] == 7
+    assert page(metrics)["headwater_draft_tokens_total"] == 9
+    assert page(metrics)["headwater_accepted_draft_tokens_total"] == 4
 
 
 def test_every_figure_of_the_engine_is_on_the_page() -> None:

@@ -18,7 +18,7 @@ from headwater.kv.encoding import ENCODINGS, Encoding
 from headwater.kv.format import checksum
 from headwater.kv.topology import WHOLE, Split, Topology
 from headwater.pool import Pool, Space, open_pool
-from headwater.stores.base import Filled, Status
+from headwater.stores.base import Filled, Form, Status
 from headwater.stores.embedded import store_directory
 from headwater.stores.tiers.lower import LocalTier
 from headwater.stores.url import parse_url
@@ -53,12 +53,11 @@ def test_chunks_come_as_they_are_stored(scheme: str, topology: Topology, front: 
     with local_tier(scheme, tmp_path) as (tier, below):
         chunks = below.keys(range(CHUNK * 40 + 5)).chunks()
         write(below, chunks, topology)
-        splits = tier.splits(chunks)
-        assert splits == [topology.split] * 41
+        assert tier.forms(chunks) == [Form(topology.split)] * 41
         with reserved(front, chunks, topology.split) as (reservations, extents):
             fillings = fill(tier, front, chunks, extents)
             for filling, chunk, extent in zip(fillings, chunks, extents, strict=True):
-                assert filling.split == topology.split
+                assert filling.form.split == topology.split
                 check(filling, chunk, extent)
             assert set(commit(front, reservations, fillings)) == {Status.OK}
         assert all(front.exists(chunks))
@@ -74,7 +73,7 @@ def test_what_is_not_there_is_a_miss(front: Space, tmp_path: Path) -> None:
         write(below, chunks[:2])
         pending = below.write(chunks[2:3], next(Topology(tp=2).shards(SPEC)), [np.zeros((4, 2, 1024), np.uint8)])
         assert pending == [Status.OK]
-        assert tier.splits(chunks) == [WHOLE, WHOLE, None, None, None, None]
+        assert tier.forms(chunks) == [Form(), Form(), None, None, None, None]
         with reserved(front, chunks, WHOLE) as (_, extents):
             fillings = fill(tier, front, chunks, extents)
             assert [filling.status for filling in fillings] == [Status.OK] * 2 + [Status.MISS] * 4
@@ -203,23 +202,20 @@ def test_extents_of_another_length_stay_empty(front: Space, tmp_path: Path, monk
         (chunk,) = below.keys(range(CHUNK)).chunks()
         size = SPEC.tile_bytes(CHUNK) // 2
         monkeypatch.setitem(ENCODINGS, 7, Encoding("half", lambda spec, n: spec.tile_bytes(n) // 2))
-        store: Any = tier.store
-        with monkeypatch.context() as patch:
-            patch.setattr(store._writer._reserver, "_encoding", 7)
-            (reservation,) = below.reserve([chunk], WHOLE_SHARD)
+        (reservation,) = below.reserve([chunk], WHOLE_SHARD, encodings=[7])
         stored = reservation.tiles
         assert stored is not None
         stored[...] = np.random.default_rng(1).integers(0, 256, stored.shape, np.uint8)
         sums = [checksum(tile) for layer in stored for tile in layer]
         assert below.commit([Filled(reservation, range(4), range(4), 0, sums)]) == [Status.OK]
         reservation.close()
-        assert tier.splits([chunk]) == [None]
+        assert tier.forms([chunk]) == [None]
         with reserved(front, [chunk], WHOLE) as (_, extents):
             assert [f.status for f in fill(tier, front, [chunk], extents)] == [Status.MISS]
             assert (extents[0] == 0xA5).all()
         extent = np.zeros((4, 4, size), np.uint8)
         (filling,) = fill(tier, front, [chunk], [extent])
-        assert (filling.status, filling.encoding) == (Status.OK, 7)
+        assert (filling.status, filling.form.encoding) == (Status.OK, 7)
         assert filling.sums is not None
         assert (filling.sums.tolist(), extent.tobytes()) == (sums, stored.tobytes())
 
@@ -256,4 +252,4 @@ def test_parts_are_told_by_chunk(front: Space, tmp_path: Path) -> None:
         first, second = below.keys([1] * CHUNK).chunks(), below.keys([2] * CHUNK).chunks()
         write(below, first, Topology(tp=8, dcp=2, interleave=2))
         write(below, second)
-        assert tier.splits([*first, *second]) == [Split(2, 2), WHOLE]
+        assert tier.forms([*first, *second]) == [Form(Split(2, 2)), Form()]

@@ -18,8 +18,9 @@ from headwater.errors import StoreError  # noqa: E402
 from headwater.kv.hashing import ChunkRef  # noqa: E402
 from headwater.kv.topology import Topology, whole_shard  # noqa: E402
 from headwater.pool import Pool, Space  # noqa: E402
+from headwater.pool import space as space_module  # noqa: E402
 from headwater.stores.base import Status  # noqa: E402
-from headwater.transfer import extents, sender  # noqa: E402
+from headwater.transfer import batching, extents  # noqa: E402
 from headwater.transfer.copy import Copy, run_copies  # noqa: E402
 from headwater.transfer.extents import ExtentPiece, copy_extents  # noqa: E402
 from headwater.transfer.load import Loader  # noqa: E402
@@ -61,22 +62,23 @@ from support import wait_until  # noqa: E402
 
 MAPPED = "memory://?capacity=32MiB"
 
-only_cuda = pytest.mark.parametrize("mover", ["cuda"], indirect=True)
+only_cuda = pytest.mark.parametrize("mover", ["cuda", "cuda, packed"], indirect=True)
 """For what the other mover does not do."""
 
 
-@pytest.fixture(autouse=True, params=["cpu", "cuda"])
+@pytest.fixture(autouse=True, params=["cpu", "cuda", "cuda, packed"])
 def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(transfer_pool_cases, "MOVER", request.param)
-    name: str = request.param
-    return name
+    name, _, packed = request.param.partition(", ")
+    monkeypatch.setattr(transfer_pool_cases, "MOVER", name)
+    monkeypatch.setattr(space_module, "PACKS_ON_DEVICES", bool(packed))
+    return str(name)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 @pytest.mark.parametrize("ring", [2 * EXTENT // 8, 64 * EXTENT])
 def test_saves_and_loads(tp: int, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_BATCH", "_LAST_BATCH"):
-        monkeypatch.setattr(sender, name, 2)  # many batches of few chunks
+        monkeypatch.setattr(batching, name, 2)  # many batches of few chunks
     check_save(MAPPED, "cpu", tp, ring)
     check_load(MAPPED, "cpu", tp, ring)
 
@@ -105,7 +107,7 @@ def test_requests_are_saved_together(tmp_path: Path) -> None:
 
 def test_what_was_copied_before_a_failure_is_stored_with_its_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksums come when three batches are under way, or all of them; here there is only one."""
-    monkeypatch.setattr(sender, "_FIRST_BATCH", 4)
+    monkeypatch.setattr(batching, "_FIRST_BATCH", 4)
     with open_space(MAPPED) as (pool, space, chunks):
         shard, reserve, num_calls = whole_shard(SPEC), space.reserve, count()
 
@@ -143,7 +145,7 @@ def _save_again(saver: Saver, pool: Pool, space: Space, chunks: list[ChunkRef], 
 @only_cuda
 def test_without_checksums_nothing_is_stored_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_BATCH", "_LAST_BATCH"):
-        monkeypatch.setattr(sender, name, 3)
+        monkeypatch.setattr(batching, name, 3)
     with open_space(MAPPED) as (pool, space, chunks):
         shard = whole_shard(SPEC)
         view, blocks = make_cache(shard, "cpu")
@@ -191,7 +193,7 @@ def test_a_rank_that_is_behind_waits_for_nothing_that_was_given_up(by_layer: boo
 def test_a_failure_beside_the_copies_loses_nothing_else(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is launched for the batch that was just begun fails: what was begun is stored or given up, each once."""
     for name in ("_FIRST_BATCH", "_LAST_BATCH"):
-        monkeypatch.setattr(sender, name, 3)
+        monkeypatch.setattr(batching, name, 3)
     with open_space(MAPPED) as (pool, space, chunks):
         shard, num_calls = whole_shard(SPEC), count()
 

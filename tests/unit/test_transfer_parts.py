@@ -81,7 +81,7 @@ def test_requests_of_one_step_that_begin_alike_are_both_saved(kind: str, scheme:
 @pytest.mark.parametrize("again", [False, True], ids=["cleared", "cleared and begun by another rank"])
 def test_what_was_cleared_between_layers_is_not_begun_anew(kind: str, scheme: str, again: bool, tmp_path: Path) -> None:
     with temporary_url(scheme, tmp_path, "capacity=8MiB") as url, open_space(url) as (pool, space, chunks):
-        with one_saver(kind, space, RANKS[0]) as saver, one_saver("cpu", space, RANKS[1]) as peer:
+        with one_saver(kind, space, RANKS[0]) as saver, one_saver(kind, space, RANKS[1]) as peer:
             begin(saver, chunks)
             saver.layer_done(0)
             wait_until(lambda: pool.stats().store.pending_bytes > 0, 10, "the first layer is stored")
@@ -109,7 +109,7 @@ def test_what_was_cleared_between_layers_is_not_begun_anew(kind: str, scheme: st
 
 @kinds
 def test_a_rank_does_not_bring_back_what_its_peer_gave_up(kind: str) -> None:
-    with open_space("memory://?capacity=16MiB") as (pool, space, chunks):
+    with open_space("memory://?capacity=16MiB&packing=off") as (pool, space, chunks):
         with one_saver(kind, space, RANKS[0]) as roomy, one_saver("cpu", space, RANKS[1], room=2) as short:
             begin(roomy, chunks[:6])
             roomy.layer_done(0)
@@ -261,7 +261,7 @@ def test_what_was_refused_is_owed_to_a_rank_that_is_behind(kind: str) -> None:
     with (
         open_space("memory://?capacity=16MiB") as (pool, space, chunks),
         one_saver(kind, space, RANKS[0]) as first,
-        one_saver("cpu", space, RANKS[1]) as behind,
+        one_saver(kind, space, RANKS[1]) as behind,
     ):
         begin(first, chunks[1:4])  # refused, for want of a parent
         for layer in LAYERS:
@@ -311,7 +311,7 @@ def test_a_rank_that_is_never_idle_pays_what_it_owes(kind: str) -> None:
     with (
         open_space("memory://?capacity=16MiB") as (pool, space, chunks),
         one_saver(kind, space, RANKS[0]) as busy,
-        one_saver("cpu", space, RANKS[1]) as behind,
+        one_saver(kind, space, RANKS[1]) as behind,
     ):
         begin(busy, chunks[:4])
         busy.layer_done(0)

@@ -19,9 +19,9 @@ from headwater.errors import StoreError
 from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
-from headwater.kv.topology import WHOLE, Topology, whole_shard
+from headwater.kv.topology import Topology, whole_shard
 from headwater.pool import Space, open_pool
-from headwater.stores.base import Filled, Status
+from headwater.stores.base import Filled, Form, Status
 from headwater.transfer import aborts
 from headwater.transfer import save as saving
 from headwater.transfer.save import Saver
@@ -272,7 +272,7 @@ def test_a_chunk_that_another_fills_is_watched_until_it_is_there(fails: bool) ->
         chunks, whole = space.keys(range(2 * CHUNK)).chunks(), whole_shard(SPEC)
         saver = one_rank(space)
         try:
-            (other,) = pool._store.reserve(space.root(), chunks[:1], WHOLE, exclusive=True)  # type: ignore[attr-defined]
+            (other,) = pool._store.reserve(space.root(), chunks[:1], [Form()], exclusive=True)  # type: ignore[attr-defined]
             saver.save("r", chunks, BLOCKS)
             assert saver.drain(10)
             assert saver.statuses == {Status.BUSY: 1, Status.OK: 1}

@@ -6,11 +6,9 @@ that fails here after a change of src means that stored data is lost or, worse, 
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,22 +21,26 @@ from headwater.kernels.attention.base import AttentionBatch
 from headwater.kernels.attention.reference import ReferenceAttention
 from headwater.kv import format as kv_format
 from headwater.kv.checkpoint import digest_checkpoint
-from headwater.kv.encoding import ENCODINGS, stored_extent_bytes, stored_tile_bytes
+from headwater.kv.encoding import ENCODINGS, PACKED, decode_tiles, stored_extent_bytes, stored_tile_bytes
 from headwater.kv.hashing import FORMAT_VERSION, ChunkKeys, ChunkRef, Extra, root_key
 from headwater.kv.identity import Identity, canonical_rope, digest_scales
+from headwater.kv.packing import fits_packed, pack_tile, unpack_tile
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split, Topology, TopologyError, whole_shard
 from headwater.models.config_hf import config_from_hf
 from headwater.models.context import StepContext
 from headwater.models.decoder import Decoder, build_model
 from headwater.pool import Pool, open_pool
-from headwater.pool.space import Space, tenant_tag
+from headwater.pool.space import Space
+from headwater.pool.tenants import tenant_tag
 from headwater.stores import open_store
 from headwater.stores.base import Status
 from headwater.stores.embedded import layout
 from headwater.stores.embedded.layout import Geometry, Record, Word, cells_for, decode_header, state_word
 from headwater.stores.host import boot_id
 from headwater.stores.remote.manifest import Manifest, is_of_other_version
+
+from support import second_implementation
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 STATES = {"pending": layout.PENDING, "complete": layout.COMPLETE, "evicting": layout.EVICTING, "limbo": layout.LIMBO}
@@ -50,20 +52,16 @@ def load(name: str) -> dict[str, Any]:
 
 
 KEYS, SHARDS, EXTENT, INDEX, MANIFEST = (load(name) for name in ("keys", "shards", "extent", "index", "manifest"))
-LATENT = load("latent")
+LATENT, PACKED_TILES = load("latent"), load("packed")
 EXTENT_BYTES = (VECTORS / "extent.bin").read_bytes()
+PACKED_BYTES = np.frombuffer((VECTORS / "packed.bin").read_bytes(), np.uint8)
+"""Read-only, and its tiles lie anywhere."""
 
 
 @pytest.fixture(scope="module")
 def second() -> ModuleType:
     """The second implementation."""
-    spec = importlib.util.spec_from_file_location("headwater_vectors", VECTORS / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return second_implementation()
 
 
 def test_the_committed_files_are_what_the_generator_makes(second: ModuleType) -> None:
@@ -314,6 +312,50 @@ def test_encodings_and_the_lengths_that_they_store() -> None:
             spec = KVSpec.from_canonical(EXTENT["specs"][name])
             assert stored_tile_bytes(spec, num_tokens, vector["number"]) == size
             assert stored_extent_bytes(spec, num_tokens, vector["number"]) == size * spec.num_tiles
+
+
+# ---- packed tiles -------------------------------------------------------------------------------------------------
+def packed_spec(vector: dict[str, Any]) -> KVSpec:
+    return KVSpec.from_canonical(PACKED_TILES["specs"][vector["spec"]])
+
+
+def bytes_at(place: list[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return PACKED_BYTES[place[0] : place[0] + place[1]]
+
+
+def test_sizes_of_packed_tiles() -> None:
+    assert PACKED_TILES["encoding"] == PACKED
+    for name, num_tokens, size in PACKED_TILES["stored_tile_bytes"]:
+        spec = KVSpec.from_canonical(PACKED_TILES["specs"][name])
+        assert (name, num_tokens, stored_tile_bytes(spec, num_tokens, PACKED)) == (name, num_tokens, size)
+
+
+@pytest.mark.parametrize("vector", PACKED_TILES["tiles"], ids=lambda v: v["name"])
+def test_a_packed_tile(vector: dict[str, Any]) -> None:
+    """Both directions; bases that this implementation does not write are read all the same."""
+    spec, count, raw = packed_spec(vector), vector["num_tokens"], bytes_at(vector["raw"])
+    made = np.full(stored_tile_bytes(spec, count, PACKED), 0xA5, np.uint8)
+    assert pack_tile(spec, count, raw, made) == (vector["packed"] is not None)
+    assert fits_packed(spec, count, made) or vector["packed"] is None
+    if vector["packed"] is None:
+        return
+    packed, out = bytes_at(vector["packed"]), np.full(len(raw), 0xA5, np.uint8)
+    if vector["written"]:
+        assert made.tobytes() == packed.tobytes()
+        assert f"{kv_format.checksum(made):016x}" == vector["checksum"]
+    assert unpack_tile(spec, count, packed, out)
+    assert out.tobytes() == raw.tobytes()
+
+
+@pytest.mark.parametrize("vector", PACKED_TILES["unreadable"], ids=lambda v: v["name"])
+def test_a_packed_tile_that_nobody_writes(vector: dict[str, Any]) -> None:
+    tile = next(tile for tile in PACKED_TILES["tiles"] if tile["name"] == vector["tile"])
+    spec, change = packed_spec(tile), np.frombuffer(bytes.fromhex(vector["bytes"]), np.uint8)
+    packed = bytes_at(tile["packed"]).copy()
+    out = np.empty(tile["raw"][1], np.uint8)
+    assert decode_tiles(PACKED, spec, tile["num_tokens"], packed[None], out[None])
+    packed[vector["at"] : vector["at"] + len(change)] = change
+    assert not decode_tiles(PACKED, spec, tile["num_tokens"], packed[None], out[None])
 
 
 def open_space(pool: Pool, name: str) -> Space:

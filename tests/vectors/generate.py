@@ -155,9 +155,103 @@ def checksums(spec: Spec, parts: int, interleave: int, first: int, num_tokens: i
     return [xxh64(tile_part(spec, layer, head, first, some)) for layer, head in tiles_of(spec) for some in rows]
 
 
+ENCODING_NAMES = ("raw", "packed")
+
+
 def stored_tile_bytes(spec: Spec, num_tokens: int, encoding: int) -> int:
-    """KeyError for an encoding that nobody has defined."""
-    return {0: num_tokens * tile_row_bytes(spec)}[encoding]
+    """KeyError for an encoding that nobody has defined. 0: tiles cannot be stored so."""
+    sizes = {0: num_tokens * tile_row_bytes(spec), 1: packed_tile_bytes(spec, num_tokens)}
+    return sizes[encoding]
+
+
+# ---- 4.2: packed tiles --------------------------------------------------------------------------------------------
+def room_of(num_tokens: int, width: int) -> int:
+    return 3 + 4 * (num_tokens * width // 2048)
+
+
+def block_bytes(num_tokens: int, width: int) -> int:
+    values = num_tokens * width
+    size = 4 + 4 * room_of(num_tokens, width) + width + values + values // 2
+    return (size + 15) // 16 * 16
+
+
+def blocks_of(spec: Spec) -> list[tuple[int, int, int]]:
+    """(plane, first channel, channels) of each, in the order in which they are stored."""
+    found = []
+    for number, plane in enumerate(spec["planes"]):
+        for first in range(0, plane["width"], 128):
+            found.append((number, first, min(128, plane["width"] - first)))
+    return found
+
+
+def packed_tile_bytes(spec: Spec, num_tokens: int) -> int:
+    if any(plane["dtype"] != "bfloat16" or plane["width"] % 2 == 1 for plane in spec["planes"]):
+        return 0
+    size = sum(block_bytes(num_tokens, width) for _, _, width in blocks_of(spec))
+    return size if size < num_tokens * tile_row_bytes(spec) else 0
+
+
+def value_at(spec: Spec, num_tokens: int, plane: int, token: int, channel: int) -> int:
+    """Where a value of a raw tile begins."""
+    before = sum(row_bytes(one) for one in spec["planes"][:plane])
+    return num_tokens * before + token * row_bytes(spec["planes"][plane]) + 2 * channel
+
+
+def pack(spec: Spec, num_tokens: int, raw: bytes, above: int = 0) -> bytes | None:
+    """A packed tile; None where it does not fit. `above`: bases are so much larger than writers make them."""
+    out = bytearray()
+    for plane, first, width in blocks_of(spec):
+        values = []
+        for token in range(num_tokens):
+            for channel in range(first, first + width):
+                at = value_at(spec, num_tokens, plane, token, channel)
+                values.append(raw[at] + 256 * raw[at + 1])
+        exponents = [value // 128 % 256 for value in values]
+        bases = []
+        for channel in range(width):
+            finite = [exponent for exponent in exponents[channel::width] if exponent != 255]
+            bases.append(max(finite) + above if finite else 255)
+        codes, escapes = [], []
+        for position, exponent in enumerate(exponents):
+            below = bases[position % width] - exponent
+            codes.append(below if 0 <= below <= 14 else 15)
+            if codes[-1] == 15:
+                escapes.append(exponent * 2**24 + position)
+        room = room_of(num_tokens, width)
+        if len(escapes) > room:
+            return None
+        block = u32(len(escapes)) + b"".join(map(u32, escapes + [0] * (room - len(escapes)))) + bytes(bases)
+        block += bytes(value // 32768 * 128 + value % 128 for value in values)
+        block += bytes(codes[i] + 16 * codes[i + 1] for i in range(0, len(codes), 2))
+        out += block.ljust(block_bytes(num_tokens, width), b"\0")
+    return bytes(out)
+
+
+def unpack(spec: Spec, num_tokens: int, packed: bytes) -> bytes | None:
+    """The raw tile; None for what nobody has written."""
+    raw, start = bytearray(num_tokens * tile_row_bytes(spec)), 0
+    for plane, first, width in blocks_of(spec):
+        block, room, size = packed[start:], room_of(num_tokens, width), num_tokens * width
+        start += block_bytes(num_tokens, width)
+        count = int.from_bytes(block[:4], "little")
+        if count > room:
+            return None
+        listed = {}
+        for number in range(count):
+            escape = int.from_bytes(block[4 + 4 * number : 8 + 4 * number], "little")
+            if escape % 2**24 >= size:
+                return None
+            listed[escape % 2**24] = escape // 2**24
+        bases = block[4 + 4 * room :][:width]
+        signs = block[4 + 4 * room + width :][:size]
+        codes = block[4 + 4 * room + width + size :][: size // 2]
+        for position in range(size):
+            code = codes[position // 2] // 16 if position % 2 else codes[position // 2] % 16
+            exponent = listed.get(position, bases[position % width] - code)
+            sign, mantissa = signs[position] // 128, signs[position] % 128
+            at = value_at(spec, num_tokens, plane, position // width, first + position % width)
+            raw[at : at + 2] = (sign * 32768 + exponent * 128 + mantissa).to_bytes(2, "little")
+    return bytes(raw)
 
 
 # ---- 5: topologies ----------------------------------------------------------------------------------------------
@@ -550,9 +644,123 @@ def extent_files() -> tuple[dict[str, Any], bytes]:
         where = {"spec": name, "number": number, "first_token": first, "num_tokens": count}
         chunks.append({**where, "offset": len(data), "length": len(raw), "tiles": tiles, "splits": splits})
         data += raw
-    sizes = [[name, n, stored_tile_bytes(spec, n, 0)] for name, spec in EXTENT_SPECS.items() for n in (1, 6)]
-    encodings = [{"number": 0, "name": "raw", "stored_tile_bytes": sizes}]
+    encodings = []
+    for number, name in enumerate(ENCODING_NAMES):
+        sizes = [[spec, n, stored_tile_bytes(EXTENT_SPECS[spec], n, number)] for spec in EXTENT_SPECS for n in (1, 6)]
+        encodings.append({"number": number, "name": name, "stored_tile_bytes": sizes})
     return {"chunk_tokens": 6, "specs": EXTENT_SPECS, "encodings": encodings, "chunks": chunks}, data
+
+
+def bfloat16(*values: int) -> bytes:
+    return b"".join(value.to_bytes(2, "little") for value in values)
+
+
+def ordinary(spec: Spec, num_tokens: int) -> bytearray:
+    """A tile like those of a model: a channel's exponents are at most six apart; signs and mantissas are all over."""
+    raw, state = bytearray(), 1
+    for number, plane in enumerate(spec["planes"]):
+        for _ in range(num_tokens):
+            for channel in range(plane["width"]):
+                state = (state * 1103515245 + 12345) % 2**31
+                noise = state // 65536
+                exponent = 110 + (5 * channel + 3 * number) % 17 + noise % 7
+                raw += bfloat16(noise // 128 % 2 * 32768 + exponent * 128 + noise % 128)
+    return raw
+
+
+PACKED_SPECS = {
+    "gqa": make_spec(2, 2, ("k", 8, "bfloat16"), ("v", 4, "bfloat16")),
+    "one plane": make_spec(1, 1, ("k", 16, "bfloat16")),
+    "mla": make_spec(2, 1, ("latent", 160, "bfloat16"), ("rope", 8, "bfloat16")),
+    "head of 128": make_spec(32, 8, ("k", 128, "bfloat16"), ("v", 128, "bfloat16")),
+    "head of 64": make_spec(30, 3, ("k", 64, "bfloat16"), ("v", 64, "bfloat16")),
+    "deepseek": make_spec(61, 1, ("latent", 512, "bfloat16"), ("rope", 64, "bfloat16")),
+    "odd": make_spec(1, 1, ("k", 129, "bfloat16"), ("v", 128, "bfloat16")),
+    "two dtypes": make_spec(1, 1, ("latent", 512, "fp8_e4m3"), ("rope", 64, "bfloat16")),
+    "float16": make_spec(1, 1, ("k", 128, "float16"), ("v", 128, "float16")),
+}
+SPECIALS = {
+    "zeros": (0x0000, 0x8000),
+    "infinities": (0x7F80, 0xFF80),
+    "NaNs": (0x7FC0, 0xFFC0, 0x7F81, 0xFF81, 0x7FFF, 0xFFFF, 0x7FA5),
+    "denormals": (0x0001, 0x8001, 0x007F, 0x807F, 0x0040),
+    "the largest and the smallest normal number": (0x7F7F, 0x0080),
+}
+
+
+def packed_cases() -> list[tuple[str, str, int, bytes]]:
+    """Name, spec, tokens and raw tile."""
+    cases = []
+    for name, count in (("gqa", 16), ("gqa", 40), ("gqa", 13), ("mla", 9), ("one plane", 128)):
+        cases.append((f"{name}, {count} tokens", name, count, bytes(ordinary(PACKED_SPECS[name], count))))
+    spec, count = PACKED_SPECS["gqa"], 16
+
+    def tile(changes: dict[tuple[int, int, int], int], spec: Spec = spec, count: int = count) -> bytes:
+        raw = ordinary(spec, count)
+        for (plane, token, channel), value in changes.items():
+            at = value_at(spec, count, plane, token, channel)
+            raw[at : at + 2] = bfloat16(value)
+        return bytes(raw)
+
+    for name, values in SPECIALS.items():
+        whole = {(0, token, 3): values[token % len(values)] for token in range(16)}
+        cases.append((f"a channel of {name}", "gqa", 16, tile(whole)))
+        cases.append((f"one of {name}", "gqa", 16, tile({(0, 5, 2): values[0], (1, 15, 3): values[-1]})))
+    infinite = {(0, token, 3): 0x7F80 for token in range(16)}
+    cases.append(("infinities, but for one", "gqa", 16, tile(infinite | {(0, 7, 3): 0x3F80})))
+    cases.append(("everything zero", "gqa", 16, bytes(len(tile({})))))
+    places = [(0, token, channel) for token, channel in ((0, 0), (0, 7), (9, 4), (15, 7))]
+    for number in (3, 4):  # the room is 3
+        cases.append((f"{number} escapes", "gqa", 16, tile(dict.fromkeys(places[:number], 0x0001))))
+    larger = PACKED_SPECS["one plane"]
+    for number in (7, 8):  # 2,048 values: the room is 7
+        zeros = {(0, 16 * i + i, 2 * i): 0x8000 for i in range(number)}
+        cases.append((f"{number} escapes of 2,048 values", "one plane", 128, tile(zeros, larger, 128)))
+    edges = {(0, token, 3): (110 + 30 - token) * 128 for token in range(16)}  # codes 0 to 14, and one escape
+    cases.append(("every code", "gqa", 16, tile(edges)))
+    return cases
+
+
+def packed_files() -> tuple[dict[str, Any], bytes]:
+    sizes = [
+        [name, count, stored_tile_bytes(spec, count, 1)]
+        for name, spec in PACKED_SPECS.items()
+        for count in (1, 2, 4, 5, 13, 16, 31, 32, 100, 255, 256, 4096)
+    ]
+    tiles, data = [], b""
+    for title, name, count, raw in packed_cases():
+        spec = PACKED_SPECS[name]
+        for above in (0, 1) if title == "gqa, 16 tokens" else (0,):
+            packed = pack(spec, count, raw, above)
+            shown = {"name": title if not above else f"{title}, other bases", "spec": name, "num_tokens": count}
+            shown |= {"raw": [len(data), len(raw)], "written": not above}
+            data += raw
+            if packed is None:
+                tiles.append({**shown, "packed": None})
+                continue
+            if unpack(spec, count, packed) != raw:
+                raise AssertionError(f"{title} comes back as another tile")
+            checksum = f"{xxh64(packed):016x}"
+            tiles.append({**shown, "packed": [len(data), len(packed)], "checksum": checksum})
+            data += packed
+    by_name = {tile["name"]: tile for tile in tiles}
+    unreadable = []
+    for title, name, at, word in (
+        ("a count above the room", "3 escapes", 0, 4),
+        ("a count above the room, and what follows could be an escape", "everything zero", 0, 4),
+        ("the largest count", "3 escapes", 0, 2**32 - 1),
+        ("a count above the room, second block", "everything zero", block_bytes(16, 8), 4),
+        ("a position beyond the values", "3 escapes", 12, 16 * 8),
+        ("the largest position", "3 escapes", 4, 2**24 - 1),
+    ):
+        start, length = by_name[name]["packed"]
+        changed = bytearray(data[start : start + length])
+        changed[at : at + 4] = u32(word)
+        if unpack(PACKED_SPECS["gqa"], 16, bytes(changed)) is not None:
+            raise AssertionError(f"{title} is read")
+        unreadable.append({"name": title, "tile": name, "at": at, "bytes": u32(word).hex()})
+    described = {"encoding": ENCODING_NAMES.index("packed"), "specs": PACKED_SPECS, "stored_tile_bytes": sizes}
+    return {**described, "tiles": tiles, "unreadable": unreadable}, data
 
 
 def index_json() -> dict[str, Any]:
@@ -701,10 +909,13 @@ def pretty(data: dict[str, Any]) -> bytes:
 def build() -> dict[str, bytes]:
     """Every vector file, by name."""
     described, data = extent_files()
+    packed, packed_data = packed_files()
     tables = {"keys": keys_json(), "shards": shards_json(), "extent": described, "index": index_json()}
     tables["manifest"] = manifest_json()
     tables["latent"] = latent_json()
-    return {f"{name}.json": pretty(table) for name, table in tables.items()} | {"extent.bin": data}
+    tables["packed"] = packed
+    binary = {"extent.bin": data, "packed.bin": packed_data}
+    return {f"{name}.json": pretty(table) for name, table in tables.items()} | binary
 
 
 def main() -> int:

@@ -92,20 +92,50 @@ def test_workers_name_a_model_as_the_scheduler_does_though_they_rename_its_rope(
     ],
 )
 def test_wrong_rotations_of_vllm_on_cpus_are_declined(kind: str, custom_ops: list[str], is_declined: bool) -> None:
+    config, cache = latent_server(kind, custom_ops)
+    if is_declined:
+        with pytest.raises(DeclinedError, match="-rotary_embedding"):
+            server_spec(config, cache)
+    else:
+        assert server_spec(config, cache) == LATENTS
+
+
+LATENTS = KVSpec.mla(num_layers=2, latent_dim=512, rope_dim=64, dtype="float32")
+
+
+def latent_server(kind: str = "yarn", custom_ops: list[str] | None = None, **changes: Any) -> tuple[Any, Any]:
+    """The configurations of a server whose model has latent attention, and of its cache."""
     hf = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, rope_parameters={"rope_type": kind})
     config = SimpleNamespace(
         model_config=SimpleNamespace(hf_text_config=hf, get_total_num_hidden_layers=lambda: 2),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         speculative_config=None,
-        compilation_config=SimpleNamespace(custom_ops=custom_ops),
+        compilation_config=SimpleNamespace(custom_ops=custom_ops or []),
     )
     spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-    if is_declined:
-        with pytest.raises(DeclinedError, match="-rotary_embedding"):
-            server_spec(config, cache)
-    else:
-        assert server_spec(config, cache) == KVSpec.mla(num_layers=2, latent_dim=512, rope_dim=64, dtype="float32")
+    vars(config).update(changes)
+    return config, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "deepseek_mtp", "medusa", "draft_model", "suffix"])
+def test_speculation_with_more_than_the_requests_own_tokens_is_declined(method: str) -> None:
+    config, cache = latent_server(speculative_config=SimpleNamespace(method=method))
+    with pytest.raises(DeclinedError, match="speculative decoding"):
+        server_spec(config, cache)
+
+
+def test_ngram_speculation_shares() -> None:
+    config, cache = latent_server(speculative_config=SimpleNamespace(method="ngram"))
+    assert server_spec(config, cache) == LATENTS
+
+
+def test_the_index_of_sparse_latent_attention_is_a_second_kind_of_kv() -> None:
+    """As DeepSeek-V3.2 has it: 132 bytes a token beside the latents."""
+    config, cache = latent_server()
+    index = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=132, dtype=torch.uint8)
+    cache.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=index))
+    with pytest.raises(DeclinedError, match="2 groups of KV"):
+        server_spec(config, cache)
 
 
 def online(**settings: Any) -> Any:
@@ -155,7 +185,11 @@ def test_what_vllm_does_to_a_config_while_it_runs_changes_nothing(qwen3: Path, t
 
 
 def test_what_is_not_certain_is_declined(qwen3: Path, tmp_path: Path) -> None:
-    for config in (config_of(qwen3, cache_dtype="fp8"), config_of(qwen3, load_format="sharded_state")):
+    for config in (
+        config_of(qwen3, cache_dtype="fp8"),
+        config_of(qwen3, cache_dtype="fp8_ds_mla"),
+        config_of(qwen3, load_format="sharded_state"),
+    ):
         with pytest.raises(DeclinedError):
             identity(config)
     missing = config_of(qwen3, model={"model": "nobody/nothing"})

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from headwater.bench.engine_cpu import CpuBench, bench_cpu
+from headwater.bench.engine_drafts import DRAFTS_FIGURES, DraftsBench, bench_drafts
 from headwater.bench.engine_gpu import GPU_FIGURES, MOE_FIGURES, GpuBench, bench_gpu
 from headwater.bench.engine_shapes import LLAMA_8B, SHAPES
 from headwater.bench.measure import Note, machine
@@ -38,6 +39,8 @@ DEVICE_FIGURES = (
     *GPU_FIGURES,
     *MOE_FIGURES,
 )
+ONLY_FIGURES = (*DRAFTS_FIGURES, *DEVICE_FIGURES)
+"""Figures that can be measured alone."""
 Figures = dict[str, Any]
 
 
@@ -56,21 +59,23 @@ class EngineBench:
     model: str = "smollm2"
     cpu: CpuBench | None = field(default_factory=CpuBench)
     """None leaves this part out."""
+    drafts: DraftsBench | None = field(default_factory=DraftsBench)
+    """None leaves this part out, which runs on the CPU."""
     gpu: GpuBench | None = field(default_factory=lambda: GpuBench(LLAMA_8B))
     """None leaves out everything that needs a GPU."""
     moe: GpuBench = field(default_factory=lambda: moe_bench(EXPERTS_SHAPE))
     kernels: KernelSizes = KernelSizes()
     transfer: TransferBench = LATENT_TRANSFER
     only: frozenset[str] | None = None
-    """The GPU figures to measure; None: all of them."""
+    """The figures to measure, of GPUs and of drafts; None: all of them."""
     model_shape: str | None = None
     """Only whole steps of this shape, of all that a GPU is measured with."""
     is_quick: bool = False
 
     def __post_init__(self) -> None:
         for name in sorted(self.only or ()):
-            if name not in DEVICE_FIGURES:
-                raise InvalidArgumentError(f"{name!r} is no GPU figure; known are {', '.join(DEVICE_FIGURES)}")
+            if name not in ONLY_FIGURES:
+                raise InvalidArgumentError(f"{name!r} is no such figure; known are {', '.join(ONLY_FIGURES)}")
         if self.model_shape is not None and self.model_shape not in SHAPES:
             raise InvalidArgumentError(f"{self.model_shape!r} is not a known shape; known are {', '.join(SHAPES)}")
 
@@ -96,6 +101,7 @@ _SMALL_LATENT = {"num_requests": 2, "context_tokens": 80, "latent_dim": 32, "rop
 _FEW = {"pairs": 2, "repeat": 1, "read_bytes": 1 << 20}
 QUICK = EngineBench(
     cpu=CpuBench(4, (16, 48), (4, 8), batch_sizes=(2, 4), prefill_tokens=64, tput_pairs=1, prefill_pairs=2),
+    drafts=DraftsBench(output_tokens=24, pairs=1),
     gpu=GpuBench(LLAMA_8B | _SMALL, **_SHORT),
     moe=GpuBench(SHAPES[EXPERTS_SHAPE] | _SMALL_MOE, prefix="moe_", **_SHORT),
     kernels=KernelSizes(_SMALL_EXPERTS | _FEW, _SMALL_LATENT | _FEW),
@@ -107,6 +113,8 @@ QUICK = EngineBench(
 BARS = (
     Bar("cpu_tput_ratio", True, 1.3, "cpu_tput_noise"),
     Bar("cpu_prefill_ratio", True, 0.95, "cpu_prefill_noise"),
+    Bar("ngram_quote_ratio", True, 2.0, "ngram_quote_noise"),
+    Bar("ngram_story_ratio", True, 0.97, "ngram_story_noise"),
     Bar("decode_b1_roofline", True, 0.65, "decode_b1_noise"),
     Bar("decode_b64_roofline", True, 0.55, "decode_b64_noise"),
     Bar("prefill_mfu", True, 0.5, "prefill_noise"),
@@ -209,10 +217,11 @@ def run(bench: EngineBench, note: Note = lambda text: None, device: str = "cuda"
     minutes on an H200. `device` is for tests, which run the GPU's part on a CPU."""
     report: dict[str, Any] = {"bench": "engine", "machine": machine() | _versions()}
     report |= dict.fromkeys(bar.figure for bar in BARS)
-    if bench.cpu is not None:
+    if bench.cpu is not None or bench.drafts is not None:
         checkpoint = open_checkpoint(bench.model)
         report["model"] = checkpoint.label
-        report |= bench_cpu(bench.cpu, checkpoint, note)
+        report |= bench_cpu(bench.cpu, checkpoint, note) if bench.cpu is not None else {}
+        report |= bench_drafts(bench.drafts, checkpoint, note) if bench.drafts is not None else {}
     if bench.gpu is not None:
         report |= _bench_device(bench, note, device)
     report["bars"] = {bar.figure: {"limit": bar.limit, "verdict": _verdict(bar, report, bench)} for bar in BARS}

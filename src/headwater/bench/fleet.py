@@ -1,7 +1,8 @@
 """`headwater bench fleet`: many clients on a pool of three tiers, while bits are flipped in every one of them.
 
 Shared memory that is too small for everybody, files that are larger, and a real Redis server for the rest, all made for
-this run and removed after it. Every byte that is read is compared with what it must be.
+this run and removed after it. Every second process packs what it writes, so that raw and packed chunks lie side by side
+in every tier. Every byte that is read is compared with what it must be.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ class _Process:
         source = str(Path(__file__).resolve().parents[2])
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))}
         numbers = [str(n) for n in (seed, clients, bench.seconds, bench.prompts)]
-        command = [sys.executable, "-m", "headwater.bench.fleet_client", url, *numbers]
+        # Of the first tier: what it stores, and so what is copied further down as it is.
+        own = url.replace(",", f"&packing={'on' if seed % 2 else 'off'},", 1)
+        command = [sys.executable, "-m", "headwater.bench.fleet_client", own, *numbers]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
 
@@ -171,6 +174,7 @@ def _report(bench: FleetBench, outcomes: list[dict[str, Any]], flipper: Flipper,
         "compared_tiles": sum(client["read_tiles"] for client in clients),
         "injected": injected,
         "detected": detected,
+        "injected_packed": flipper.packed,
         "flips_refused": flipper.refused,
         "injected_by_tier": flipper.injected,
         "detected_by_tier": flipper.detected,

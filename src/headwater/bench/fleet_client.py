@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from headwater.bench.values import kv_tile
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
@@ -29,9 +30,11 @@ DEADLINE_S = 5.0
 
 
 def tile(chunk: ChunkRef, layer: int, head: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The one true content of a tile."""
+    """The one true content of a tile. A quarter of the chunks are noise, which does not pack."""
     seed = int.from_bytes(chunk.key[:8], "little") ^ (layer << 32) ^ (head << 48)
     rng = np.random.Generator(np.random.SFC64(seed))
+    if chunk.key[0] % 4:
+        return kv_tile(SPEC, chunk.num_tokens, rng)
     return rng.integers(0, 256, SPEC.tile_bytes(chunk.num_tokens), dtype=np.uint8)
 
 

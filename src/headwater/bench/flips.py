@@ -12,11 +12,13 @@ import numpy as np
 
 from headwater.bench.fleet_client import CHUNK_TOKENS, DEADLINE_S, SPEC, local_tiles
 from headwater.errors import StoreError
+from headwater.kv.encoding import PACKED
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import whole_shard
 from headwater.pool import Space
 from headwater.stores.base import Piece, RootRef, Status
 from headwater.stores.embedded.store import EmbeddedStore
+from headwater.stores.encode import pack_piece
 from headwater.stores.remote.store import RemoteStore
 
 WHOLE = whole_shard(SPEC)
@@ -41,6 +43,8 @@ class Flipper:
         self.refused: dict[str, int] = {}
         """Writes that found no room, by status: nothing was flipped then."""
         self.wrong_bytes = 0
+        self.packed = 0
+        """Flips in packed chunks."""
 
     @property
     def flipped(self) -> int:
@@ -62,7 +66,10 @@ class Flipper:
         chunk = self._space.keys(np.full(CHUNK_TOKENS, self._next, np.uint32)).ref(0)
         self._next += 1
         truth = local_tiles(chunk, WHOLE)
-        status = store.write(self._root, [Piece(chunk, WHOLE, truth)], DEADLINE_S)[0]
+        piece = Piece(chunk, WHOLE, truth)
+        if self._next % 2:
+            piece = pack_piece(SPEC, piece)
+        status = store.write(self._root, [piece], DEADLINE_S)[0]
         if status != Status.OK:
             self.refused[status.name] = self.refused.get(status.name, 0) + 1
             time.sleep(_PAUSE_S)  # whoever is refused comes back later; at once would only keep others from their work
@@ -71,12 +78,13 @@ class Flipper:
         if isinstance(store, EmbeddedStore) and lease is None:
             return
         before = _record_id(store, chunk)
-        bit = int(self._rng.integers(8 * truth.nbytes))
+        bit = int(self._rng.integers(8 * piece.tiles.nbytes))
         if isinstance(store, EmbeddedStore):
             _flip_embedded(store, chunk, bit)
         else:
             _flip_remote(store, chunk, bit)
         self.injected[name] += 1
+        self.packed += piece.encoding == PACKED
         self._flipped_at = time.monotonic()
         got = np.zeros_like(truth)
         status = self._space.read([chunk], WHOLE, [got], deadline_s=DEADLINE_S)[0]

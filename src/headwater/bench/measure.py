@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import platform
 import threading
@@ -35,6 +36,12 @@ def stopwatch(work: Callable[[], object]) -> Timed:
         return time.perf_counter() - start
 
     return run
+
+
+def next_of(works: Sequence[Timed]) -> Timed:
+    """A repetition is the next of them, and after the last the first again."""
+    turn = itertools.cycle(works)
+    return lambda: next(turn)()
 
 
 def in_threads(works: Sequence[Callable[[], object]]) -> float:

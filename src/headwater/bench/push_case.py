@@ -73,12 +73,11 @@ HERE = FarSide()
 
 
 @contextlib.contextmanager
-def bench_pool(case: PushCase) -> Iterator[Pool]:
-    """Large enough for everything to be pending at once."""
+def bench_pool(case: PushCase, options: str = "") -> Iterator[Pool]:
+    """Large enough for everything to be pending at once. `options`: further ones of its URL."""
     capacity = (case.num_bytes * 5 >> 20) + 32
-    url = (
-        f"shm:///hwbench-{os.getpid()}-{secrets.token_hex(4)}?capacity={capacity}MiB&segment={max(8, capacity // 8)}MiB"
-    )
+    name = f"shm:///hwbench-{os.getpid()}-{secrets.token_hex(4)}"
+    url = f"{name}?capacity={capacity}MiB&segment={max(8, capacity // 8)}MiB{options}"
     try:
         with open_pool(url) as pool:
             yield pool

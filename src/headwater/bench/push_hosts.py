@@ -34,7 +34,7 @@ def bench_hosts(case: PushCase, rounds: int, note: Note) -> dict[str, Any]:
         try:
             if not rounds:
                 raise StoreError("there was no time left")
-            near, far = stack.enter_context(_two_hosts())
+            near, far = stack.enter_context(two_hosts())
         except StoreError as error:
             note(f"no hosts: {error}")
             return dict.fromkeys(FIGURES) | {"hosts_reason": str(error)}
@@ -57,10 +57,11 @@ def bench_hosts(case: PushCase, rounds: int, note: Note) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _two_hosts() -> Iterator[tuple[list[str], FarSide]]:
-    """What runs a command on the near host, and the far one. Raises StoreError where they cannot be made."""
-    if os.geteuid() or shutil.which("ip") is None:
-        raise StoreError("network namespaces need root and `ip`")
+def two_hosts(megabits: int | None = None) -> Iterator[tuple[list[str], FarSide]]:
+    """What runs a command on the near host, and the far one; `megabits`: what their cable takes a second, in either
+    direction. Raises StoreError where they cannot be made."""
+    if os.geteuid() or shutil.which("ip") is None or (megabits and shutil.which("tc") is None):
+        raise StoreError("network namespaces need root and `ip`, a limited link also `tc`")
     name, net = f"hwb{secrets.token_hex(3)}", f"10.78.{os.getpid() % 250}"
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as directory:
         secret = Path(directory, "secret")
@@ -73,6 +74,8 @@ def _two_hosts() -> Iterator[tuple[list[str], FarSide]]:
                 _ip("-n", host, "addr", "add", f"{net}.{number}/24", "dev", "eth0")
                 for device in ("lo", "eth0"):
                     _ip("-n", host, "link", "set", device, "up")
+                if megabits:
+                    _limit(host, megabits)
             run = ("ip", "netns", "exec")
             yield [*run, f"{name}n"], FarSide(f"{net}.2", (*run, f"{name}f"), str(secret))
         finally:
@@ -80,10 +83,21 @@ def _two_hosts() -> Iterator[tuple[list[str], FarSide]]:
                 subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
 
 
+def _limit(host: str, megabits: int) -> None:
+    """Squeeze what a host sends. The bucket holds five milliseconds of it, so that a rate is reached at all."""
+    burst = max(256 << 10, megabits * 625)
+    shape = ["tbf", "rate", f"{megabits}mbit", "burst", str(burst), "latency", "50ms"]
+    _do("tc", "-n", host, "qdisc", "add", "dev", "eth0", "root", *shape)
+
+
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
+    _do("ip", *words)
+
+
+def _do(*words: str) -> None:
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise StoreError(f"`ip {' '.join(words[:3])}` failed: {done.stderr.strip()}")
+        raise StoreError(f"`{' '.join(words[:4])}` failed: {done.stderr.strip()}")
 
 
 def main() -> None:

@@ -38,12 +38,12 @@ from headwater.pool.space import Space
 def measure(case: PushCase, count: int, far: FarSide = HERE) -> Rounds:
     """Rounds of `push`, and of the bare sockets: `bare` and `again`."""
     with contextlib.ExitStack() as stack:
-        runs: dict[str, Timed] = {"bare": _bare(stack, case, far), "push": push_turn(stack, case, far)[0]}
+        runs: dict[str, Timed] = {"bare": bare_turn(stack, case, far), "push": push_turn(stack, case, far)[0]}
         return take_turns({**runs, "again": runs["bare"]}, count)
 
 
 # ---- bare sockets -----------------------------------------------------------------------------------------------
-def _bare(stack: contextlib.ExitStack, case: PushCase, far: FarSide) -> Timed:
+def bare_turn(stack: contextlib.ExitStack, case: PushCase, far: FarSide) -> Timed:
     """One connection a rank, each with its share of the tiles."""
     share = case.num_tiles // case.num_ranks
     arguments = [str(share), str(case.tile_bytes), far.host]

@@ -1,4 +1,4 @@
-"""`headwater bench transfer`: a GPU's paged cache to the pool and back, against the bus itself.
+"""`headwater bench transfer`: a GPU's paged cache to the pool and back, against the bus itself; and packing.
 
 One run measures both sides in turns and reports ratios, with the noise beside them. Without a GPU the figures are null
 and the report says why.
@@ -13,6 +13,8 @@ from typing import Any
 from headwater.bench.measure import Note, machine
 from headwater.bench.store import Bar
 from headwater.bench.transfer_gpu import TransferBench, bench_transfer
+from headwater.bench.transfer_packed import bench_packed
+from headwater.bench.transfer_packing import bench_packing
 
 QUICK = TransferBench(
     num_layers=2,
@@ -33,10 +35,16 @@ BARS = (
     Bar("save_ratio_tp8", True, 0.85, "save_noise_tp8"),
     Bar("load_ratio_tp8", True, 0.85, "load_noise_tp8"),
     Bar("equal_topology_ratio", True, 0.97, "equal_topology_noise"),
+    Bar("pack_gbps", True, 1200, None),
+    Bar("unpack_gbps", True, 2100, None),
     Bar("interference", False, 1.02, "interference_noise"),
     Bar("interference_switch_interval_left_alone", False, 1.05, "interference_noise"),
+    Bar("packed_load_vs_bus", True, 1.25, "packed_load_noise"),
+    Bar("packed_save_vs_bus", True, 1.25, "packed_save_noise"),
+    Bar("packed_share", False, 0.76, None),
+    Bar("packed_interference", False, 1.03, "packed_interference_noise"),
 )
-FIGURES = (*(bar.figure for bar in BARS), "save_fixed_ms", "load_fixed_ms")
+FIGURES = (*(bar.figure for bar in BARS), "save_fixed_ms", "load_fixed_ms", "pack_copy_ratio", "unpack_copy_ratio")
 
 
 def run(bench: TransferBench, note: Note = lambda text: None, device: str = "cuda") -> dict[str, Any]:
@@ -49,7 +57,8 @@ def run(bench: TransferBench, note: Note = lambda text: None, device: str = "cud
         report |= {"gpu": None, "gpu_reason": "no CUDA device found"}
     else:
         report |= {"gpu": torch.cuda.get_device_name() if device == "cuda" else device, "gpu_reason": None}
-        report |= bench_transfer(bench, note, torch.device(device))
+        for measure in (bench_transfer, bench_packed, bench_packing):
+            report |= measure(bench, note, torch.device(device))
     report["bars"] = {bar.figure: {"limit": bar.limit, "verdict": _verdict(bar, report, bench)} for bar in BARS}
     return report
 

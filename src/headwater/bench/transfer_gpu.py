@@ -26,6 +26,7 @@ from torch import Tensor
 
 from headwater.bench.measure import Note, Rounds, gbps, take_turns
 from headwater.errors import EngineError
+from headwater.kernels.dtypes import TORCH_DTYPES
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
@@ -66,10 +67,12 @@ class TransferBench:
     is_quick: bool = False
     latent: tuple[int, int] | None = None
     """Widths of latent and rotary key: MLA's KV instead, in one row of each layer's tensor."""
+    packed: bool = False
+    """Values that can be packed, instead of noise."""
 
     def spec(self, device: torch.device) -> KVSpec:
-        """One token's KV; on a CPU in float32."""
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        """One token's KV; on a CPU in float32, unless it is to be packed."""
+        dtype = "bfloat16" if device.type == "cuda" or self.packed else "float32"
         if self.latent is not None:
             latent, rope = self.latent
             return KVSpec.mla(num_layers=self.num_layers, latent_dim=latent, rope_dim=rope, dtype=dtype)
@@ -95,7 +98,7 @@ def bench_transfer(bench: TransferBench, note: Note, device: torch.device) -> di
         note(report["note"])
     url = f"shm:///headwater-bench-{os.getpid()}"
     try:
-        with open_pool(f"{url}?capacity={capacity}") as pool:
+        with open_pool(f"{url}?capacity={capacity}&packing=off") as pool:
             identity = Identity(weights=f"sha256:{1:064x}", run_dtype="bfloat16", kv_dtype="bfloat16")
             space = pool.space(identity, spec, chunk_tokens=bench.chunk_tokens)
             for measure, count in ((_one_rank, tokens), (_one_of_eight, tokens_tp8)):
@@ -132,7 +135,7 @@ def _one_rank(
         report |= {"naive_save_s": naive_s * rows, "naive_ratio": rounds.time("out") / (naive_s * rows)}
         report["naive_note"] = f"extrapolated from {bench.naive_copies:,} of {rows:,} copies"
         note("matrix products beside saving")
-        report |= _interference(bench, rank, total / rounds.time("out"), device)
+        report |= interference(bench, rank, total / rounds.time("out"), device)
     return report
 
 
@@ -182,8 +185,8 @@ class BenchRank:
         axes: tuple[str, ...] = AXES
         if bench.latent is not None:
             shape, axes = (count, bench.block_size, sum(bench.latent)), LATENT_AXES
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.layers = [_noise(shape, dtype, device) for _ in range(spec.num_layers)]
+        dtype, fill = TORCH_DTYPES[spec.planes[0].dtype], _values if bench.packed else _noise
+        self.layers = [fill(shape, dtype, device) for _ in range(spec.num_layers)]
         self.view: PagedView = view_tensors(spec, self.layers, axes, heads=heads)
         order = np.random.default_rng(7).permutation(count).astype(np.int32)
         self.blocks: Blocks = order[:num_blocks]
@@ -371,7 +374,7 @@ def _naive(bench: TransferBench, rank: BenchRank, large: LargeCopy, device: torc
     return (time.perf_counter() - start) / len(pairs)
 
 
-def _interference(bench: TransferBench, rank: BenchRank, out_rate: float, device: torch.device) -> dict[str, float]:
+def interference(bench: TransferBench, rank: BenchRank, out_rate: float, device: torch.device) -> dict[str, float]:
     """Matrix products alone and beside saves that keep the bus busy, all launched by one thread as an engine does it.
 
     A product stands for a layer. Its KV leaves layer by layer, as an engine saves a prompt; and, for comparison, in one
@@ -480,6 +483,13 @@ def speed_ratios(rounds: Rounds, total: int, suffix: str) -> dict[str, Any]:
 def _noise(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     words = (*shape[:-1], shape[-1] * dtype.itemsize // 4)
     return torch.randint(-(2**31), 2**31 - 1, words, dtype=torch.int32, device=device).view(dtype)
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normal values, each channel (and head, and plane) on a scale of its own."""
+    values = torch.randn(shape, device=device, dtype=dtype)
+    scales = torch.exp2(4 * torch.rand((*(1 for _ in shape[:-2]), *shape[-2:]), device=device) - 2)
+    return values.mul_(scales.to(dtype))
 
 
 def _wait_for(device: torch.device, *, all_streams: bool = True) -> None:

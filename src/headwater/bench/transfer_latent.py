@@ -35,7 +35,7 @@ def bench_latent_transfer(bench: TransferBench, note: Note, device: torch.device
     total = spec.extent_bytes(tokens)
     url = f"shm:///headwater-bench-mla-{os.getpid()}"
     try:
-        with open_pool(f"{url}?capacity={capacity}") as pool:
+        with open_pool(f"{url}?capacity={capacity}&packing=off") as pool:
             identity = Identity(weights=f"sha256:{2:064x}", run_dtype="bfloat16", kv_dtype="bfloat16")
             space = pool.space(identity, spec, chunk_tokens=bench.chunk_tokens)
             with open_rank(bench, pool, space, range(1), tokens, device) as rank:

@@ -50,7 +50,7 @@ QUICK = TtftBench(
 
 BARS = (
     Bar("cpu_speedup_4k", True, 15, None),
-    Bar("hit_vs_bus", False, 1.4, "hit_noise"),
+    Bar("hit_vs_bus", False, 0.92, "hit_noise"),
     Bar("gpu_speedup_32k", True, 8, None),
     Bar("layerwise_ratio", False, 1.0, "layerwise_noise"),
     Bar("gpu_no_reuse_cost", False, 0.03, "gpu_no_reuse_noise"),

@@ -121,7 +121,7 @@ class _Gpu:
             max_model_len=bench.prompt_tokens + EXTRA_TOKENS,
             max_batched_tokens=bench.max_batched_tokens,
         )
-        self._url = f"{url}?capacity={capacity}"
+        self._url = f"{url}?capacity={capacity}&packing=on"
         self._rng = np.random.default_rng(11)
         self._half: list[int] = []
         """The part of a prompt that the pool has."""

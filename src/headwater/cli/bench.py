@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from headwater.cli.bench_output import note, rounded
+from headwater.cli.bench_peers import bench_peers
 from headwater.cli.bench_vllm import bench_vllm
 from headwater.cli.engine_options import needs_extra
 
@@ -36,9 +38,9 @@ def bench_store(
     from headwater.cli.output import print_json
 
     full = store.StoreBench(tiles_bytes=int(tiles_gib * 2**30), num_chunks=chunks, pairs=pairs)
-    report = store.run(replace(store.QUICK if quick else full, url=url, redis=redis, remote=redis), _note)
+    report = store.run(replace(store.QUICK if quick else full, url=url, redis=redis, remote=redis), note)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         _print_store(report)
 
@@ -51,7 +53,7 @@ def bench_engine(
     cpu: Annotated[bool, typer.Option("--cpu/--no-cpu", help="Compare with transformers on the CPU.")] = True,
     gpu: Annotated[bool, typer.Option("--gpu/--no-gpu", help="Compare with the limits of the GPU, if any.")] = True,
     only: Annotated[
-        str | None, typer.Option(help="Measure only these GPU figures, separated by commas, and nothing on the CPU.")
+        str | None, typer.Option(help="Measure only these figures, separated by commas: of a GPU, or of n-gram drafts.")
     ] = None,
     model_shape: Annotated[
         str | None,
@@ -68,22 +70,27 @@ def bench_engine(
 
     with needs_extra("engine"):
         from headwater.bench import engine
+        from headwater.bench.engine_drafts import DRAFTS_FIGURES
 
     plan = replace(engine.QUICK if quick else engine.EngineBench(), model=model)
-    cpu = cpu and only is None and model_shape is None
+    figures = None if only is None else frozenset(name.strip() for name in only.split(","))
+    cpu = cpu and model_shape is None
+    drafts = cpu and (figures is None or not figures.isdisjoint(DRAFTS_FIGURES))
+    cpu = cpu and only is None
     try:
         chosen = replace(
             plan,
             cpu=replace(plan.cpu, seconds=seconds) if cpu and plan.cpu is not None else None,
+            drafts=plan.drafts if drafts else None,
             gpu=plan.gpu if gpu else None,
-            only=None if only is None else frozenset(name.strip() for name in only.split(",")),
+            only=figures,
             model_shape=model_shape,
         )
     except InvalidArgumentError as error:
         raise typer.BadParameter(str(error)) from None
-    report = engine.run(chosen, _note)
+    report = engine.run(chosen, note)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         _print_engine(report)
 
@@ -103,59 +110,11 @@ def bench_transfer(
         from headwater.bench import transfer, transfer_gpu
 
     full = transfer_gpu.TransferBench(num_tokens=tokens, staging_bytes=staging_mib << 20, pairs=pairs)
-    report = transfer.run(transfer.QUICK if quick else full, _note)
+    report = transfer.run(transfer.QUICK if quick else full, note)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         _print_transfer(report)
-
-
-@bench_app.command("peers")
-def bench_peers(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
-    pairs: Annotated[int, typer.Option(help="Alternating rounds of push and bare sockets.", min=1)] = 9,
-    seconds: Annotated[float, typer.Option(help="Start no further case after this time.", min=1)] = 240.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
-    vllm: Annotated[
-        bool, typer.Option("--vllm", help="Compare with NixlConnector in real vLLM, and nothing else.")
-    ] = False,
-) -> None:
-    """Measure a push into another process's pool against bare sockets.
-
-    With --vllm: prefill in one real vLLM and decode in another, through Headwater and through vLLM's NixlConnector.
-    """
-    from headwater.bench import push
-    from headwater.cli.output import print_json
-
-    if vllm:
-        _bench_handoff(as_json=as_json, pairs=pairs, quick=quick)
-        return
-    report = push.run(push.QUICK if quick else push.PeersBench(rounds=pairs, seconds=seconds), _note)
-    if as_json:
-        print_json(_rounded(report))
-    else:
-        _print_peers(report)
-
-
-def _bench_handoff(*, as_json: bool, pairs: int, quick: bool) -> None:
-    from headwater.bench import vllm_handoff
-    from headwater.cli.output import console, print_json, table
-    from headwater.errors import EngineConfigError
-
-    if (reason := vllm_handoff.why_not()) is not None:
-        raise EngineConfigError(reason)
-    report = _rounded(vllm_handoff.run(vllm_handoff.QUICK if quick else vllm_handoff.HandoffBench(pairs=pairs), _note))
-    if as_json:
-        print_json(report)
-        return
-    rows = table(
-        f"{report['prompt_len']} tokens", ">first token s", ">after prefill s", ">right tokens, prefill killed"
-    )
-    for name in ("headwater", "nixl"):
-        seconds = [f"{report[f'{what}_{name}_s']:.3f}" for what in ("ttft", "after_prefill")]
-        rows.add_row(name, *seconds, f"{report[f'killed_tokens_{name}']} of 4")
-    console().print(rows)
-    console().print(f"ttft_vs_nixl {report['ttft_vs_nixl']:.2f} (noise {report['ttft_noise']:.2f})")
 
 
 @bench_app.command("router")
@@ -181,9 +140,9 @@ def bench_router(
         work=router_sim.Workload(num_requests=requests),
         real=router_real.RealBench(model=model) if real else None,
     )
-    report = router.run(router.QUICK if quick else full, _note)
+    report = router.run(router.QUICK if quick else full, note)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         _print_router(report)
 
@@ -213,11 +172,35 @@ def bench_ttft(
         cpu=replace(plan.cpu, seconds=seconds) if cpu and plan.cpu is not None else None,
         gpu=plan.gpu if gpu else None,
     )
-    report = ttft.run(chosen, _note, device)
+    report = ttft.run(chosen, note, device)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         _print_ttft(report)
+
+
+@bench_app.command("packing")
+def bench_packing(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
+    model: Annotated[str, typer.Option(help="Model whose KV is packed: a checkpoint, or a catalog name.")] = "smollm2",
+    pairs: Annotated[int, typer.Option(help="Alternating rounds.", min=1)] = 9,
+    quick: Annotated[bool, typer.Option("--quick", help="Run everything once and small, as a smoke test.")] = False,
+) -> None:
+    """Measure how small packed KV is, and how fast a CPU packs it.
+
+    Packs KV of real texts and of random weights, beside other codes, other compressors and a plain copy.
+    """
+    from headwater.cli.output import print_json
+
+    with needs_extra("engine"):
+        from headwater.bench import packing
+
+    plan = packing.QUICK if quick else packing.PackingBench(pairs=pairs)
+    report = packing.run(replace(plan, model=model), note)
+    if as_json:
+        print_json(rounded(report))
+    else:
+        _print_packing(report)
 
 
 @bench_app.command("fleet")
@@ -237,9 +220,9 @@ def bench_fleet(
     from headwater.cli.output import console, print_json, table
 
     full = bench.FleetBench(clients=clients, processes=processes, seconds=seconds, flips=flips)
-    report = bench.run(bench.QUICK if quick else full, _note)
+    report = bench.run(bench.QUICK if quick else full, note)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         figures = table("fleet", ">")
         for name, value in report.items():
@@ -249,53 +232,8 @@ def bench_fleet(
     raise typer.Exit(1 if report["wrong_bytes"] else 0)
 
 
+bench_app.command("peers")(bench_peers)
 bench_app.command("vllm")(bench_vllm)
-
-
-def _note(text: str) -> None:
-    typer.echo(f"… {text}", err=True)
-
-
-def _rounded(value: Any) -> Any:
-    """Four significant digits are more than any of these figures has."""
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def _print_peers(report: dict[str, Any]) -> None:
-    from headwater.cli.output import console, table
-
-    rates = table("tiles", ">push GB/s", ">bare GB/s", ">ratio", ">noise")
-    for name in [key.removeprefix("push_gbps_") for key in report if key.startswith("push_gbps_")]:
-        figures = [f"{what}_{name}" for what in ("push_gbps", "bare_gbps", "push_ratio", "push_noise")]
-        rates.add_row(name, *(f"{report[figure]:.2f}" for figure in figures))
-    console().print(rates)
-    if (reason := report["hosts_reason"]) is not None:
-        console().print(f"between hosts: not measured, {reason}")
-    else:
-        ratio, noise = report["push_ratio_hosts"], report["push_noise_hosts"]
-        console().print(f"push_ratio_hosts {ratio:.2f} (noise {noise:.2f}): between two network namespaces")
-    if (reason := report["nixl_reason"]) is not None:
-        console().print(f"NIXL: not measured, {reason}")
-    else:
-        ratio, noise, idle = (report[f"nixl_{name}"] for name in ("ratio", "noise", "idle_cores"))
-        console().print(
-            f"nixl_ratio {ratio:.2f} (noise {noise:.2f}): a push, over a bare NIXL write; idle {idle:.3f} cores"
-        )
-    if (reason := report["push_layerwise_reason"]) is not None:
-        console().print(f"layer by layer: not measured, {reason}")
-        return
-    for figure, noise, meaning in (
-        (
-            "push_layerwise_ratio",
-            "push_layerwise_noise",
-            "last layer computed → in decode's cache, over the same in bulk",
-        ),
-        ("step_cost", "step_noise", "prefill's step with a push, over the step without"),
-        ("stopped_step_cost", "step_noise", "the same to a peer that is stopped"),
-    ):
-        console().print(f"{figure} {report[figure]:.2f} (noise {report[noise]:.2f}): {meaning}")
 
 
 def _print_store(report: dict[str, Any]) -> None:
@@ -333,6 +271,10 @@ _ENGINE_ROWS = (
     ("{requests} requests, tokens a second", "tokens_per_s"),
     ("  transformers, best static batches", "transformers_static_tokens_per_s"),
     ("  transformers, continuous batching", "transformers_continuous_tokens_per_s"),
+    ("n-gram drafts, quoting: times as fast as without", "ngram_quote_ratio"),
+    ("  noise of that", "ngram_quote_noise"),
+    ("n-gram drafts, a story: times as fast as without", "ngram_story_ratio"),
+    ("  noise of that", "ngram_story_noise"),
     ("prompt of {prefill_tokens} tokens, seconds", "prefill_s"),
     ("  transformers", "transformers_prefill_s"),
     ("GPU, decoding at batch 1, ms a step", "decode_b1_ms"),
@@ -379,6 +321,12 @@ _TRANSFER_ROWS = (
     ("a copy per head and token, s ({naive_note})", "naive_save_s"),
     ("  of one large copy", "naive_ratio"),
     ("saved beside matrix products, GB/s", "interference_saving_gbps"),
+    ("packed: raw bytes saved, GB/s", "packed_save_gbps"),
+    ("  loaded, GB/s", "packed_load_gbps"),
+    ("  saved beside matrix products, GB/s", "packed_interference_saving_gbps"),
+    ("a copy on the device, GB/s read and written", "device_copy_gbps"),
+    ("  packed between cache and staging, GB/s of raw KV", "pack_gbps"),
+    ("  unpacked", "unpack_gbps"),
 )
 
 
@@ -421,6 +369,43 @@ def _print_ttft(report: dict[str, Any]) -> None:
         if report.get(name):
             times.add_row(str(report[name]), "")
     _print_tables(report, times)
+
+
+_PACKING_ROWS = (
+    ("packed bytes over raw ones", "packed_share"),
+    ("  values that are escapes", "escapes"),
+    ("  in the block that has most of them", "escapes_worst"),
+    ("  tiles that do not fit, of {tiles}", "misfit_tiles"),
+    ("3-bit codes, with room for the worst tile", "three_bit_share"),
+    ("entropy of the exponents, and no room for anything", "entropy_share"),
+    ("float16 with 4-bit codes", "float16_share"),
+    ("zlib", "zlib_share"),
+    ("ZipNN", "zipnn_share"),
+    ("one thread packs, GB/s of raw bytes", "pack_gbps_cpu"),
+    ("  unpacks", "unpack_gbps_cpu"),
+    ("  copies", "copy_gbps_cpu"),
+    ("  compresses with zlib", "zlib_gbps_cpu"),
+    ("  decompresses", "unzlib_gbps_cpu"),
+    ("  compresses with ZipNN", "zipnn_gbps_cpu"),
+    ("  decompresses", "unzipnn_gbps_cpu"),
+    ("two threads pack", "pack_gbps_cpu_2t"),
+    ("  unpack", "unpack_gbps_cpu_2t"),
+)
+
+
+def _print_packing(report: dict[str, Any]) -> None:
+    from headwater.cli.output import table
+
+    figures = table("packing", ">")
+    for title, name in _PACKING_ROWS:
+        if report.get(name) is not None:
+            figures.add_row(title.format_map(report), f"{report[name]:.4g}")
+    for name in [key for key in report if key.startswith("packed_share_")]:
+        figures.add_row(f"random weights, {name.removeprefix('packed_share_')}", f"{report[name]:.4g}")
+    for name, reason in (("KV of a model", "model_reason"), ("ZipNN", "zipnn_reason")):
+        if report.get(reason):
+            figures.add_row(f"{name}: {report[reason]}", "")
+    _print_tables(report, figures)
 
 
 _ROUTER_ROWS = (

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from headwater.cli.bench_output import note, rounded
+
 PROFILE = "profile"
 """May be written among the parts, too."""
 
@@ -90,13 +92,13 @@ def bench_vllm(
             given["capacity_bytes"] = parse_size(capacity)
         if seconds is not None:
             given["seconds"] = seconds
-        _show_gpu(vllm_gpu.run(replace(gpu, **given), _note), as_json)
+        _show_gpu(vllm_gpu.run(replace(gpu, **given), note), as_json)
         return
     plan = vllm.QUICK if quick else vllm.VllmBench(pairs=pairs)
     wanted = {"none": True, "example": example, "mooncake": mooncake}
-    report = vllm.run(replace(plan, peers=tuple(name for name in plan.peers if wanted[name])), _note)
+    report = vllm.run(replace(plan, peers=tuple(name for name in plan.peers if wanted[name])), note)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     else:
         _print(report)
 
@@ -107,7 +109,7 @@ def _show_gpu(report: dict[str, Any], as_json: bool) -> None:
 
     print_report(report, to_stderr=as_json)
     if as_json:
-        print_json(_rounded(report))
+        print_json(rounded(report))
     if report.get("interrupted"):
         raise typer.Exit(1)
 
@@ -117,19 +119,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 _ROW = ("cold_s", "headwater_beside_floor_s", "floor_s", "vs_floor", "vs_mooncake", "vs_example", "speedup")
-
-
-def _note(text: str) -> None:
-    typer.echo(f"… {text}", err=True)
-
-
-def _rounded(value: Any) -> Any:
-    """Four significant digits are more than any of these figures has."""
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -152,7 +141,7 @@ def _print(report: dict[str, Any]) -> None:
             )
             rows.add_row(f"{count} tokens", *(_figure(row.get(figure)) for figure in figures))
         rich_print(rows)
-    rich_print({key: _rounded(value) for key, value in report.items() if isinstance(value, float)})
+    rich_print({key: rounded(value) for key, value in report.items() if isinstance(value, float)})
 
 
 def _figure(value: float | None) -> str:

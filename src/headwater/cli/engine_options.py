@@ -56,6 +56,7 @@ OPTIONS: dict[str, _Row] = {
     "attention_backend": _Row(str, "Attention kernels; auto: the best for this device.", "NAME"),
     "cuda_graphs": _Row(bool, "Replay recorded decode steps (GPU only)."),
     "overlap": _Row(bool | None, "Schedule the next step while this one computes; default: on a GPU."),
+    "speculative_ngram": _count(int | None, "Draft N tokens by looking back in the text; default: no drafts."),
     "seed": _Row(int, "Base of the seeds for requests without one.", "N"),
     "num_threads": _count(int | None, "CPU threads per rank; default: cores divided by ranks."),
     "pool": _Row(str | None, "Pool to share KV through, e.g. shm:///headwater.", "URL"),

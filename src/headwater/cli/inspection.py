@@ -57,6 +57,7 @@ def _stats_rows(s: StoreStats) -> list[tuple[str, str, str]]:
         ),
         ("processes", f"{s.members - 1:,}", "that have it open, not counting this one"),
         ("stored", f"{s.stored:,}", f"chunks since it was created, {size(s.stored_bytes)}"),
+        ("packed", f"{s.packed_share:.1%}", f"of {size(s.stored_raw_bytes)} of KV, what it takes as it is stored"),
         ("evicted", f"{s.evicted:,}", "chunks, to free space"),
         ("damaged", f"{s.damaged:,}", "chunks, detected and removed"),
         ("aborted", f"{s.aborted:,}", "chunks whose write was aborted"),

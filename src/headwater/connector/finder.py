@@ -235,6 +235,11 @@ class Finder:
         answers = iter(self._lookups.run(lambda: tracked.space.exists(rest), [False] * len(rest)) if rest else ())
         return [chunk.key in found or next(answers) for chunk in chunks]
 
+    def missing(self, tracked: Tracked, chunks: list[ChunkRef]) -> list[ChunkRef]:
+        """From the first chunk on that is not in the first tier."""
+        exist = self.exist(tracked, chunks)
+        return chunks[exist.index(False) :] if False in exist else []
+
 
 def _beyond(expected: Expected, tracked: Tracked) -> tuple[ChunkRef, ...]:
     """The chunks that hold tokens which the engine does not have itself."""

@@ -153,6 +153,7 @@ POOL_METRICS: tuple[Metric, ...] = (
     _store("members", "gauge", "Processes of this host that have the store open."),
     _store("stored", "counter", "Chunks stored by all processes since the store was created."),
     _store("stored_bytes", "counter", "Bytes of chunks stored by all processes since the store was created."),
+    _store("stored_raw_bytes", "counter", "What stored_bytes would be if nothing were packed."),
     _store("evicted", "counter", "Chunks evicted to make room."),
     _store("damaged", "counter", "Chunks that failed verification and were removed."),
     _store("aborted", "counter", "Chunks whose write was aborted."),

@@ -57,6 +57,8 @@ class SaveOrder:
     job: TransferJob
     tenant: bytes = b""
     adapter: bytes = b""
+    raw: tuple[int, ...] = ()
+    """Which of the chunks cannot be packed: a rank has tried. All ranks store a chunk in one form."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,11 @@ class StepReport:
     pushed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Flushes that are over: by request, how many tokens from its first on each rank that is done has sent."""
 
+    misfits: tuple[bytes, ...] = ()
+    """Keys of chunks of which some tile could not be packed, and which were not saved therefore."""
+
     def __bool__(self) -> bool:
-        return bool(self.ended or self.unsaved or self.declined or self.pushed)
+        return bool(self.ended or self.unsaved or self.declined or self.pushed or self.misfits)
 
     def merged(self, other: StepReport) -> StepReport:
         """Two reports as one."""
@@ -155,4 +160,4 @@ class StepReport:
             pushed[request_id] = pushed.get(request_id, ()) + counts
         for request_id, first_token in other.unsaved.items():
             unsaved[request_id] = min(first_token, unsaved.get(request_id, first_token))
-        return StepReport(ended, unsaved, self.declined or other.declined, pushed)
+        return StepReport(ended, unsaved, self.declined or other.declined, pushed, self.misfits + other.misfits)

@@ -16,6 +16,7 @@ import numpy as np
 from headwater.connector.config import AUTO, ConnectorConfig
 from headwater.connector.events import EventListener, NoListener
 from headwater.connector.finder import Finder, LoadPlan
+from headwater.connector.misfits import Misfits
 from headwater.connector.orders import ASYNC, LAYERWISE, LoadOrder, SaveOrder, StepOrders, StepReport, TransferJob
 from headwater.connector.origins import Origins
 from headwater.connector.pushes import Pushes
@@ -97,6 +98,7 @@ class SchedulerSide:
         """Requests that are over, since the last step was ordered."""
         self._spoiled = Spoiled(block_size)
         self._lost = LostChunks()
+        self._misfits = Misfits()
         self.pushes = Pushes(num_ranks)
         """Prompts whose KV goes to another host as well."""
         self._last_saves: dict[str, tuple[SaveProgress, int]] = {}
@@ -327,6 +329,7 @@ class SchedulerSide:
                 invalid.difference_update(tracked.load.job.block_ids.tolist())  # nobody has used them
         if invalid:
             self._spoil(invalid)
+        self._misfits.add(report.misfits)
         for request_id, first_token in report.unsaved.items():
             self._dropped(request_id, first_token)
         ends = []
@@ -334,8 +337,7 @@ class SchedulerSide:
             ranks = self._ended.setdefault(request_id, [])
             ranks += counts
             if len(ranks) >= self._num_ranks:
-                del self._ended[request_id]
-                ends += self._end_load(request_id, min(ranks))
+                ends += self._end_load(request_id, min(self._ended.pop(request_id)))
         self._save_held()
         return ends
 
@@ -395,16 +397,14 @@ class SchedulerSide:
             return []
         assert tracked.inputs is not None
         tracked.extend_keys(limit)
-        chunks = tracked.saves.chunks(tracked.keys, limit)
+        chunks = self._finder.missing(tracked, tracked.saves.chunks(tracked.keys, limit))
         tracked.saves.num_saved = limit
-        exist = self._finder.exist(tracked, chunks)
-        chunks = chunks[exist.index(False) :] if False in exist else []
         if not chunks:
             return []
         self._listener.saved(tracked.space, chunks, tracked.tokens, tracked.label)
-        block_ids = np.array(tracked.block_ids, np.int32)
         tenant, adapter, _ = tracked.inputs
-        return [SaveOrder(TransferJob.of(tracked.request_id, chunks, block_ids), tenant, adapter)]
+        job = TransferJob.of(tracked.request_id, chunks, np.array(tracked.block_ids, np.int32))
+        return [SaveOrder(job, tenant, adapter, self._misfits.raw(chunks))]
 
     def _may_save(self, tracked: Tracked) -> bool:
         return self._config.saves and tracked.inputs is not None and not tracked.is_foreign

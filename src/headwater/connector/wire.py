@@ -47,8 +47,8 @@ def orders_to_wire(orders: StepOrders) -> Wire:
     chunks = [chunk for group in groups for chunk in group.chunks]
     fields = {
         "epoch": orders.epoch,
-        "before": [_order_fields(order) for order in orders.before],
-        "during": [_order_fields(order) for order in orders.during],
+        "before": [_save_fields(order) for order in orders.before],
+        "during": [_save_fields(order) for order in orders.during],
         "loads": [_load_fields(order) for order in orders.loads],
         "pushes": [_push_fields(push) for push in orders.pushes],
         "flushes": [list(flush) for flush in orders.flushes],
@@ -86,7 +86,8 @@ def report_to_wire(report: StepReport) -> dict[str, Any]:
     """The report as JSON data."""
     ended = {request_id: list(counts) for request_id, counts in report.ended.items()}
     pushed = {request_id: list(counts) for request_id, counts in report.pushed.items()}
-    return {"ended": ended, "unsaved": dict(report.unsaved), "declined": report.declined, "pushed": pushed}
+    fields = {"ended": ended, "unsaved": dict(report.unsaved), "declined": report.declined, "pushed": pushed}
+    return fields | {"misfits": [key.hex() for key in report.misfits]}
 
 
 def report_from_wire(fields: dict[str, Any]) -> StepReport:
@@ -95,7 +96,10 @@ def report_from_wire(fields: dict[str, Any]) -> StepReport:
         ended = {str(key): tuple(_number(count) for count in counts) for key, counts in fields["ended"].items()}
         unsaved = {str(key): _number(first) for key, first in fields["unsaved"].items()}
         pushed = {str(key): tuple(_number(count) for count in counts) for key, counts in fields["pushed"].items()}
-        return StepReport(ended, unsaved, str(fields["declined"]), pushed)
+        misfits = tuple(bytes.fromhex(key) for key in fields["misfits"])
+        if any(len(key) != KEY_BYTES for key in misfits):
+            raise ValueError(f"a key has {KEY_BYTES} bytes")
+        return StepReport(ended, unsaved, str(fields["declined"]), pushed, misfits)
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise InvalidArgumentError(f"this is not the report of a step: {error}") from error
 
@@ -124,6 +128,10 @@ def _order_fields(order: SaveOrder | LoadOrder) -> dict[str, Any]:
         "adapter": order.adapter.hex(),
         "groups": [_group_fields(group) for group in job.groups],
     }
+
+
+def _save_fields(order: SaveOrder) -> dict[str, Any]:
+    return _order_fields(order) | {"raw": list(order.raw)}
 
 
 def _load_fields(order: LoadOrder) -> dict[str, Any]:
@@ -165,7 +173,10 @@ class _Reader:
 
     def save_orders(self, orders: Iterable[dict[str, Any]]) -> Iterator[SaveOrder]:
         for fields in orders:
-            yield SaveOrder(self._job(fields), bytes.fromhex(fields["tenant"]), bytes.fromhex(fields["adapter"]))
+            job, raw = self._job(fields), tuple(_number(at) for at in fields["raw"])
+            if raw and max(raw) >= len(job.chunks):
+                raise ValueError(f"chunk {max(raw)} of a job of {len(job.chunks)} is to be raw")
+            yield SaveOrder(job, bytes.fromhex(fields["tenant"]), bytes.fromhex(fields["adapter"]), raw)
 
     def load_orders(self, orders: Iterable[dict[str, Any]]) -> Iterator[LoadOrder]:
         for fields in orders:

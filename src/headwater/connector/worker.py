@@ -49,7 +49,15 @@ SAVE_PATIENCE_S = 0.02
 IDLE_WAIT_S = 0.05
 """How long a step that has nothing to compute waits for a load: then the engine may look for new requests."""
 
-PUSH_DROPS = ("chunks_dropped", "chunks_refused", "chunks_lost", "chunks_unsaved", "chunks_evicted", "chunks_stale")
+PUSH_DROPS = (
+    "chunks_dropped",
+    "chunks_refused",
+    "chunks_lost",
+    "chunks_unsaved",
+    "chunks_evicted",
+    "chunks_stale",
+    "chunks_unreadable",
+)
 """Counts of `PeerSender` that are chunks which did not get to their peer."""
 
 
@@ -147,9 +155,9 @@ class WorkerSide:
         if orders.pushes:
             self._push(orders.pushes)  # before their saves: these are told what is awaited
         if orders.before:
-            self._saver.save_all([SaveRequest(*self._unpack(order.job)) for order in orders.before])
+            self._saver.save_all([self._wanted(order) for order in orders.before])
         for order in orders.during:
-            self._saver.begin(*self._unpack(order.job))
+            self._saver.begin(*self._wanted(order))
         if orders.flushes:
             with self._starting():
                 for flush in orders.flushes:
@@ -171,7 +179,11 @@ class WorkerSide:
             try:
                 self._name_root(order)
                 self._load_times.start(order.job.request_id)
-                self._loader.load(*self._unpack(order.job), layerwise=order.mode == LAYERWISE, wait=order.wait)
+                job = order.job
+                is_layerwise = order.mode == LAYERWISE
+                self._loader.load(
+                    job.request_id, job.chunks, self._block_ids(job), layerwise=is_layerwise, wait=order.wait
+                )
             except BaseException:
                 for left in orders.loads[number:]:
                     self._arrivals.end(left.job.request_id, 0)
@@ -262,10 +274,10 @@ class WorkerSide:
 
     def take_report(self) -> StepReport:
         """What the scheduler side should know."""
-        unsaved = dict[str, int]()
+        unsaved, misfits = dict[str, int](), tuple(self._saver.take_misfits())
         for name, first_token in self._saver.take_unsaved():
             unsaved[name] = min(first_token, unsaved.get(name, first_token))
-        report = self._arrivals.take_report().merged(StepReport(unsaved=unsaved))
+        report = self._arrivals.take_report().merged(StepReport(unsaved=unsaved, misfits=misfits))
         while not self._pushed.empty():
             request_id, num_tokens = self._pushed.get()
             report = report.merged(StepReport(pushed={request_id: (num_tokens,)}))
@@ -326,16 +338,28 @@ class WorkerSide:
 
     def _make_sender(self) -> PeerSender:
         settings = peer_options(self._config).link_settings()
-        return PeerSender(self._space, self._shard, server=self._server, rank=self._rank, settings=settings)
+        return PeerSender(
+            self._space,
+            self._shard,
+            server=self._server,
+            rank=self._rank,
+            settings=settings,
+            on_device=self._view.device.type == "cuda",
+        )
 
     def _name_root(self, order: SaveOrder | LoadOrder | PushOrder) -> None:
         """Chunks are stored under a root that this process must know."""
         self._space.root(tenant=order.tenant, adapter=order.adapter)
 
-    def _unpack(self, job: TransferJob) -> SaveRequest:
-        """The job in blocks of the view, where those are smaller than the engine's."""
+    def _wanted(self, order: SaveOrder) -> SaveRequest:
+        job = order.job
+        raw = frozenset([job.chunks[number].key for number in order.raw])
+        return SaveRequest(job.request_id, job.chunks, self._block_ids(job), raw)
+
+    def _block_ids(self, job: TransferJob) -> npt.NDArray[np.int32]:
+        """The job's blocks as those of the view, where these are smaller than the engine's."""
         if self._ratio == 1:
-            return SaveRequest(job.request_id, job.chunks, job.block_ids)
+            return job.block_ids
         parts = np.arange(self._ratio, dtype=np.int32)
         ids: npt.NDArray[np.int32] = (job.block_ids[:, None] * self._ratio + parts).ravel()
-        return SaveRequest(job.request_id, job.chunks, ids)
+        return ids

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from headwater.engine.request import Request
-    from headwater.engine.scheduler import Step
+    from headwater.engine.scheduler import Chunk, Step
 
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -77,15 +76,18 @@ def make_step_input(step: Step, page_size: int) -> StepInput:
     kv_lens = (starts + counts).astype(np.int32)
     width = -(-int(kv_lens.max()) // page_size)
     page_table = np.stack([chunk.request.page_row[:width] for chunk in chunks])
-    token_ids = np.concatenate([_token_ids(c.request, c.start, c.num_tokens) for c in chunks])
+    token_ids = np.concatenate([_token_ids(chunk) for chunk in chunks])
     requests = np.repeat(np.arange(len(chunks)), counts)
     slots = page_table[requests, positions // page_size].astype(np.int64) * page_size + positions % page_size
-    sampling = np.array([chunk.samples for chunk in chunks], dtype=bool)
-    return StepInput(token_ids, positions, slots, counts, kv_lens, page_table, ends[sampling] - 1)
+    samples = np.array([chunk.num_samples for chunk in chunks], dtype=np.int64)
+    number = np.arange(int(samples.sum()), dtype=np.int64) - np.repeat(np.cumsum(samples) - samples, samples)
+    return StepInput(
+        token_ids, positions, slots, counts, kv_lens, page_table, np.repeat(ends - samples, samples) + number
+    )
 
 
-def _token_ids(request: Request, start: int, count: int) -> IntArray:
-    ids = request.tokens[start : start + count]
-    if len(ids) < count:  # only the last one can be in flight
-        ids.append(-1 - request.sample_index)
+def _token_ids(chunk: Chunk) -> IntArray:
+    ids = [*chunk.request.tokens[chunk.start : chunk.start + chunk.num_tokens], *chunk.drafts]
+    if len(ids) < chunk.num_tokens:  # only the last one can be in flight, and then nothing is drafted
+        ids.append(-1 - chunk.request.sample_index)
     return np.array(ids, dtype=np.int64)

@@ -40,6 +40,8 @@ class EngineConfig:
     cuda_graphs: bool = True
     overlap: bool | None = None
     """Schedule the next step while the device computes this one; None: on a GPU."""
+    speculative_ngram: int | None = None
+    """Draft so many tokens by looking back (see `draft.ngram`); None: no drafts."""
     seed: int = 0
     """Where the seeds of requests that bring none start from."""
     num_threads: int | None = None
@@ -62,6 +64,11 @@ class EngineConfig:
     """Who has signed the certificates of peers. Given this or a certificate, connections between peers are TLS."""
     peer_carrier: str = "tcp"
     """How KV travels to peers: `tcp`, or `nixl` where both ends name it."""
+
+    @property
+    def max_samples(self) -> int:
+        """Rows of a step that are sampled at most: each sequence's next token, and one for each draft."""
+        return self.max_num_seqs * (1 + (self.speculative_ngram or 0))
 
     @property
     def connector(self) -> ConnectorConfig | None:
@@ -91,7 +98,7 @@ class EngineConfig:
         _one_of("prefix_cache", self.prefix_cache, ("radix", "naive"))
         for name in ("tensor_parallel_size", "page_size", "max_num_seqs", "max_batched_tokens"):
             _at_least_one(name, getattr(self, name))
-        for name in ("max_model_len", "num_pages", "num_threads"):
+        for name in ("max_model_len", "num_pages", "num_threads", "speculative_ngram"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
         if self.memory_ratio is not None and not 0.0 < self.memory_ratio <= 1.0:

@@ -22,6 +22,7 @@ from headwater.connector.transfers import TransferParams
 from headwater.engine.batch import make_step_input
 from headwater.engine.config import EngineConfig
 from headwater.engine.device import choose_placement, device_kind
+from headwater.engine.draft import Drafter, accept, create_drafter
 from headwater.engine.executor import BaseExecutor, Executor, Pending
 from headwater.engine.identity import engine_identity
 from headwater.engine.link import EngineLink, NoPool, PoolLink
@@ -31,7 +32,7 @@ from headwater.engine.prefix import create_prefix_cache
 from headwater.engine.request import Request
 from headwater.engine.runner import Progress
 from headwater.engine.sampler import SamplingBatch, make_sampling_batch, unpack_logprobs
-from headwater.engine.scheduler import Scheduler, Step
+from headwater.engine.scheduler import Chunk, Scheduler, Step
 from headwater.errors import (
     EngineConfigError,
     EngineDeadError,
@@ -71,6 +72,9 @@ class EngineStats:
     num_cached_tokens: int
     """Of the prompt tokens: found in the cache instead of computed."""
     num_generated_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    """Of the draft tokens: those that became part of an answer."""
     pool: TransferStats
     """What rank 0 moved to and from the pool."""
 
@@ -97,6 +101,7 @@ class Engine:
         checkpoint: Checkpoint | None = None,
         executor: BaseExecutor | None = None,
         link: EngineLink | None = None,
+        drafter: Drafter | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.checkpoint = checkpoint or open_checkpoint(config.model, config.load_format)
@@ -116,6 +121,7 @@ class Engine:
         except BaseException:
             self._executor.close()
             raise
+        self._drafter = drafter or create_drafter(config.speculative_ngram)
         self._scheduler = Scheduler(
             self._pool,
             self._prefix,
@@ -123,6 +129,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
             link=self._link,
+            drafter=self._drafter,
         )
         self._requests: dict[str, Request] = {}
         self._arrivals = count()
@@ -132,6 +139,7 @@ class Engine:
         self._flushing: dict[int, _Flushing] = {}
         """By arrival: requests that are over, and whose answer waits until another host has their KV."""
         self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
+        self._num_draft_tokens = self._num_accepted_tokens = 0
 
     def add(
         self,
@@ -219,6 +227,8 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
             pool=self._link.add_to(self._executor.transfer_stats()),
         )
 
@@ -337,8 +347,12 @@ class Engine:
             self._executor.order(orders)
 
     def _may_overlap(self) -> bool:
-        """Penalties look at every token said so far, so the last one must be known before the next is sampled."""
-        return not any(request.params.has_penalties for request in self._scheduler.running)
+        """Penalties and drafts look at every token said so far, so the last one must be known before the next step; and
+        what a step with drafts has computed is known when it lands."""
+        if self._in_flight is not None and self._in_flight.step.has_drafts:
+            return False
+        running = self._scheduler.running
+        return not any(request.params.has_penalties or self._drafter.wants(request) for request in running)
 
     def _launch(self, step: Step) -> _InFlight:
         sampling = make_sampling_batch(step.sampled, self._executor.vocab_size)
@@ -361,33 +375,47 @@ class Engine:
             return []
         step, sampling, pending = self._in_flight
         self._in_flight = None
-        requests = step.sampled
         sampled = pending.wait()
         while step.is_loading:  # computed with KV that came meanwhile: was it right?
             self._executor.check_alive()
             if not self._handle_report():
                 time.sleep(LOAD_POLL_S)
-        logprobs = unpack_logprobs(sampling, requests, sampled)
-        outputs = []
-        for row, (request, token) in enumerate(zip(requests, sampled.token_ids.tolist(), strict=True)):
+        logprobs = unpack_logprobs(sampling, sampled)
+        token_ids, outputs = sampled.token_ids.tolist(), []
+        for chunk, rows in step.samples():
+            request = chunk.request
             if request.finish_reason is not None or not request.num_in_flight:
                 continue  # it stopped or was aborted while this step was on its way, or its step was taken back
-            self._scheduler.landed(request, token)
-            self._num_generated_tokens += 1
-            outputs += self._output(request, token, logprobs.get(row))
+            said = [logprobs[row] for row in range(rows.start, rows.stop) if row in logprobs]
+            outputs += self._take(chunk, accept(chunk.drafts, token_ids[rows]), said)
         return outputs
 
-    def _output(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> list[RequestOutput]:
-        said = None if logprobs is None else [logprobs]
-        num_known = len(request.tokens) - request.num_prompt  # a further one may be in flight already
-        if num_known == 1:
+    def _take(self, chunk: Chunk, tokens: list[int], logprobs: list[TokenLogprobs]) -> list[RequestOutput]:
+        """Give a request its next tokens, up to the one that ends it."""
+        request = chunk.request
+        num_known = len(request.tokens) - request.num_prompt  # further ones may be in flight already
+        if num_known == 0:
             self._num_prompt_tokens += request.num_prompt
             self._num_cached_tokens += request.num_cached or 0
-        if token in request.stop_ids and num_known > request.params.min_tokens:
-            return self._finish(request, FinishReason.STOP, [token], said)
-        if num_known >= request.max_tokens:
-            return self._finish(request, FinishReason.LENGTH, [token], said)
-        return [_make_output(request, [token], said)]
+        num_right = len(tokens) - 1
+        self._drafter.landed(request, len(chunk.drafts), num_right)
+        reasons = (self._why_over(request, number, token) for number, token in enumerate(tokens, num_known + 1))
+        count, reason = next(((n, why) for n, why in enumerate(reasons, 1) if why is not None), (len(tokens), None))
+        tokens, said = tokens[:count], logprobs[:count] or None
+        self._scheduler.landed(chunk, tokens)
+        self._num_generated_tokens += count
+        self._num_draft_tokens += len(chunk.drafts)
+        self._num_accepted_tokens += min(num_right, count)
+        if reason is not None:
+            return self._finish(request, reason, tokens, said)
+        return [_make_output(request, tokens, said)]
+
+    @staticmethod
+    def _why_over(request: Request, number: int, token: int) -> FinishReason | None:
+        """Why a request is over with its `number`-th token, if it is."""
+        if token in request.stop_ids and number > request.params.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if number >= request.max_tokens else None
 
     def _finish(
         self, request: Request, reason: FinishReason, tokens: list[int], logprobs: list[TokenLogprobs] | None

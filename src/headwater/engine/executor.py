@@ -112,12 +112,12 @@ class Executor:
         """What rank 0 has to tell; its loads end in a thread of their own."""
         self._told: StepOrders | None = None
         """The orders that the other ranks were told last."""
-        self._ranks = RankGroup(config, placement, checkpoint.config)
+        self._others = RankGroup(config, placement, checkpoint.config)
         try:
-            self._runner = Runner(checkpoint, self._ranks.parallel, config, placement, progress=progress)
+            self._runner = Runner(checkpoint, self._others.ranks, config, placement, progress=progress)
             self.plan = self._allocate(checkpoint, config, placement)
         except BaseException as error:
-            reason = self._ranks.why_dead() if not isinstance(error, HeadwaterError) else None
+            reason = self._others.why_dead() if not isinstance(error, HeadwaterError) else None
             self.close()
             if reason is not None:
                 raise EngineDeadError(reason) from error
@@ -135,14 +135,14 @@ class Executor:
         Raises EngineDeadError if a rank is gone."""
         try:
             self._told = orders
-            self._ranks.step(step, orders, self._shares_samples)
+            self._others.step(step, orders, self._shares_samples)
             logits = self._runner.step(step, orders, self._previous)
             assert logits is not None
             sampled = sample(logits, sampling)
             if self._shares_samples and len(step.sample_rows):
-                self._runner.parallel.broadcast(sampled.token_ids)
+                self._runner.ranks.tp.broadcast(sampled.token_ids)
         except Exception as error:
-            if (reason := self._ranks.why_dead()) is not None:
+            if (reason := self._others.why_dead()) is not None:
                 raise EngineDeadError(reason) from error
             raise
         self._previous = sampled.token_ids
@@ -151,7 +151,7 @@ class Executor:
     def order(self, orders: StepOrders) -> None:
         """Carry out orders with nothing to compute, on every rank."""
         self._told = orders
-        self._ranks.step(None, orders, share_samples=False)
+        self._others.step(None, orders, share_samples=False)
         self._runner.step(None, orders, None)
 
     def discard(self, orders: StepOrders) -> None:
@@ -159,12 +159,12 @@ class Executor:
         if self._runner.pool is not None:
             self._runner.pool.discard(orders)
             if self._told is not orders:
-                others = (0,) * (self._runner.parallel.size - 1)
+                others = (0,) * (self._runner.ranks.tp.size - 1)
                 self._add(StepReport(ended={load.job.request_id: others for load in orders.loads}))
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if a rank is gone."""
-        self._ranks.check_alive()
+        self._others.check_alive()
 
     def connect(self, config: ConnectorConfig, identity: Identity) -> Space:
         """Join all ranks to the pool; returns rank 0's view of it. Raises what opening a pool raises."""
@@ -172,7 +172,7 @@ class Executor:
         self._pool = open_pool(config.pool, group=group)
         space = self._pool.space(identity, self._runner.spec)
         self._runner.connect(space, config, self._load_ended, group, self._push_ended)
-        self._ranks.connect(identity.canonical(), group)
+        self._others.connect(identity.canonical(), group)
         self._publisher = Publisher(self._pool, engine=ENGINE, model=identity.label)
         self._publisher.add("rank 0", self._figures)
         return space
@@ -189,7 +189,7 @@ class Executor:
         """What happened on all ranks since the last call. Does not wait."""
         if self._runner.pool is None:
             return StepReport()
-        report = self._runner.pool.take_report().merged(self._ranks.take_report())
+        report = self._runner.pool.take_report().merged(self._others.take_report())
         with self._lock:
             report, self._report = report.merged(self._report), StepReport()
         return report
@@ -213,8 +213,8 @@ class Executor:
         """Wait until the saves of all ranks are in the pool or given up; False if that takes longer."""
         if self._runner.pool is None:
             return True
-        self._ranks.start_drain(timeout_s)
-        return all((self._runner.pool.drain(timeout_s), *self._ranks.wait_drained()))
+        self._others.start_drain(timeout_s)
+        return all((self._runner.pool.drain(timeout_s), *self._others.wait_drained()))
 
     def _load_ended(self, request_id: str, num_chunks: int) -> None:
         self._add(StepReport(ended={request_id: (num_chunks,)}))
@@ -234,11 +234,11 @@ class Executor:
             self._publisher.close()
         if self._pool is not None:
             self._pool.close()
-        self._ranks.close()
+        self._others.close()
 
     def _allocate(self, checkpoint: Checkpoint, config: EngineConfig, placement: DevicePlacement) -> PagePlan:
         plan = plan_pages(
-            [self._runner.report, *self._ranks.reports()],
+            [self._runner.report, *self._others.reports()],
             page_bytes=self._runner.page_bytes,
             memory_ratio=placement.memory_ratio,
             page_size=config.page_size,
@@ -249,9 +249,9 @@ class Executor:
             shared=placement.device.type == "cpu",
             staging_bytes=staging_bytes(config.connector, placement.device.type),
         )
-        self._ranks.allocate(plan.num_pages, plan.max_model_len)
+        self._others.allocate(plan.num_pages, plan.max_model_len)
         self._runner.allocate(plan.num_pages, plan.max_model_len)
-        self._ranks.wait_ready()
+        self._others.wait_ready()
         return plan
 
 

@@ -214,8 +214,8 @@ class PoolLink:
         chunks = step.chunks if step is not None else ()
         return self._side.order(
             [
-                Scheduled(str(request.arrival), start, num_tokens, _page_ids(request))
-                for request, start, num_tokens, _ in chunks
+                Scheduled(str(chunk.request.arrival), chunk.start, chunk.num_tokens, _page_ids(chunk.request))
+                for chunk in chunks
             ]
         )
 

@@ -37,7 +37,7 @@ from headwater.engine.wire import Message, receive, send
 from headwater.errors import EngineDeadError, EngineError, HeadwaterError
 from headwater.kv.identity import Identity
 from headwater.models.config import ModelConfig
-from headwater.models.parallel import TensorParallel
+from headwater.models.parallel import ALONE, Ranks, TensorParallel
 from headwater.pool.pool import open_pool
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class RankGroup:
         self._report = StepReport()
         """What the other ranks have said, and nobody has asked for yet."""
         self._children: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
-        self.parallel = TensorParallel(0, 1)
+        self.ranks = ALONE
+        """Rank 0's place in every group."""
         size = config.tensor_parallel_size
         if size == 1:
             return
@@ -77,7 +78,8 @@ class RankGroup:
                 send(child[1], "start", fields)
             for _, sock in self._children:
                 self._expect(sock, "joined")  # one that dies before would leave the rest waiting in the group
-            self.parallel = TensorParallel(0, size, _make_group(_meet(fd, prefix, size), 0, size, placement.device))
+            group = _make_group(_meet(fd, prefix, size), 0, size, placement.device)
+            self.ranks = Ranks(tp=TensorParallel(0, size, group))
         except BaseException:
             self.close()
             raise
@@ -187,10 +189,10 @@ def run_rank(sock: socket.socket) -> None:
         fd, prefix = start.fields["meeting"]
         store = _meet(int(fd), str(prefix), size)
         send(sock, "joined")
-        parallel = TensorParallel(rank, size, _make_group(store, rank, size, placement.device))
+        ranks = Ranks(tp=TensorParallel(rank, size, _make_group(store, rank, size, placement.device)))
         from headwater.engine.runner import Runner
 
-        runner = Runner(_open(config, start.fields["model"]), parallel, config, placement)
+        runner = Runner(_open(config, start.fields["model"]), ranks, config, placement)
         send(sock, "loaded", runner.report._asdict())
         _follow(sock, runner, config)
     except EngineDeadError:
@@ -246,7 +248,7 @@ def _follow(sock: socket.socket, runner: Runner, config: EngineConfig) -> None:
                 runner.step(step, orders, previous)
                 if step is not None and message.fields["share_samples"] and len(step.sample_rows):
                     previous = torch.empty(len(step.sample_rows), dtype=torch.int64, device=runner.device)
-                    runner.parallel.broadcast(previous)
+                    runner.ranks.tp.broadcast(previous)
                 if runner.pool is not None and (report := runner.pool.take_report()):
                     tell("report", report_to_wire(report))
             elif message.kind == "allocate":
@@ -285,7 +287,7 @@ def _connect(message: Message, runner: Runner, config: EngineConfig, on_end: OnE
     side = runner.pool
     assert side is not None
     publisher = Publisher(pool, engine=ENGINE, model=identity.label)
-    publisher.add(f"rank {runner.parallel.rank}", lambda: figures(side.stats(), Source.WORKER))
+    publisher.add(f"rank {runner.ranks.tp.rank}", lambda: figures(side.stats(), Source.WORKER))
     return publisher
 
 

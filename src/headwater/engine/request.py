@@ -3,12 +3,13 @@
     0 ────────── num_computed ────────── len(tokens) ── num_tokens
     │ KV in pages, or being written │ known, to compute │ in flight │
 
-Tokens in flight were sampled by a step whose result has not reached the host yet; only the device knows them.
+Tokens in flight were sampled by a step whose result has not reached the host yet; only the device knows them. Where the
+step had drafts, some of them may turn out never to have been said. Drafts themselves are not among the tokens.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +81,7 @@ class Request:
         self.num_computed = 0
         self.num_in_flight = 0
         self.sample_index = -1
-        """Where the token in flight stands in the last step's samples."""
+        """Where the last token in flight stands in the last step's samples."""
         self.pages: list[PageId] = []
         self.page_row: npt.NDArray[np.int32] = np.zeros(max_pages, dtype=np.int32)
         """`pages` as a row of the step's page table, kept up to date so that a step only copies it."""
@@ -116,6 +117,11 @@ class Request:
         """Whether another token may be sampled, as far as counting tells (a stop token in flight is not known)."""
         return self.finish_reason is None and self.num_outputs < self.max_tokens
 
+    @property
+    def room_for_drafts(self) -> int:
+        """How many drafts the next step may check: it gives one token in any case, and none beyond `max_tokens`."""
+        return 0 if self.num_in_flight else self.max_tokens - self.num_outputs - 1
+
     def set_pages(self, pages: list[PageId]) -> None:
         """Replace all pages."""
         self.pages = pages
@@ -125,3 +131,15 @@ class Request:
         """Append newly allocated pages."""
         self.page_row[len(self.pages) : len(self.pages) + len(pages)] = pages
         self.pages += pages
+
+
+class SampleRow(NamedTuple):
+    """A row of logits to sample from: what follows the request's tokens and, as if they had been said, some drafts."""
+
+    request: Request
+    drafted: tuple[int, ...] = ()
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens that the request has said before this one, the drafts included."""
+        return self.request.num_outputs + len(self.drafted)

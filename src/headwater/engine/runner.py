@@ -34,7 +34,7 @@ from headwater.models.checkpoint import Checkpoint
 from headwater.models.config import MLAConfig
 from headwater.models.context import NO_HOOKS, StepContext
 from headwater.models.decoder import build_model
-from headwater.models.parallel import Ranks, TensorParallel
+from headwater.models.parallel import Ranks
 from headwater.models.weights import load_weights
 from headwater.pool.space import Space
 from headwater.transfer.streams import switch_threads_often
@@ -52,20 +52,21 @@ class Runner:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        parallel: TensorParallel,
+        ranks: Ranks,
         config: EngineConfig,
         placement: DevicePlacement,
         *,
         progress: Progress | None = None,
     ) -> None:
-        self.parallel = parallel
-        self.device = rank_device(placement.device, parallel.rank)
+        self.ranks = ranks
+        """This rank's place in every group; those of KV and weights are ranks of tensor parallelism."""
+        self.device = rank_device(placement.device, ranks.tp.rank)
         self._config = config
         self._dtype = placement.dtype
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.spec = checkpoint.config.kv_spec(placement.dtype)
-        self._topology = Topology(tp=parallel.size, block_size=config.page_size)
+        self._topology = Topology(tp=ranks.tp.size, block_size=config.page_size)
         self.attention = create_attention_backend(config.attention_backend, self.device)
         self.cache: PagedKVCache | None = None
         self._graphs: DecodeGraphs | None = None
@@ -74,7 +75,7 @@ class Runner:
         free_before = free_memory(self.device)
         self.model = build_model(
             checkpoint.config,
-            Ranks(tp=parallel),
+            ranks,
             dtype=TORCH_DTYPES[placement.dtype],
             device=self.device,
             max_len=config.max_model_len,
@@ -90,7 +91,7 @@ class Runner:
     def page_bytes(self) -> int:
         """Bytes of one page on this rank."""
         return kv_page_bytes(
-            self.spec, topology=self._topology, tp_rank=self.parallel.rank, page_size=self._config.page_size
+            self.spec, topology=self._topology, tp_rank=self.ranks.tp.rank, page_size=self._config.page_size
         )
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
@@ -107,7 +108,7 @@ class Runner:
         assert self.cache is not None, "connect before allocate"
         if self.device.type == "cuda":
             switch_threads_often()  # this process launches steps and serves nobody else
-        shard = self._topology.shard(self.spec, tp_rank=self.parallel.rank)
+        shard = self._topology.shard(self.spec, tp_rank=self.ranks.tp.rank)
         view = view_description(self.spec, self.cache.view, self.cache.data)
         # With the dummy page, which takes what must not be written over pages that others use.
         view = replace(view, num_blocks=self.cache.num_pages + 1)
@@ -119,7 +120,7 @@ class Runner:
             dummy_block=self.cache.num_pages,
             on_end=on_end,
             server=server,
-            rank=self.parallel.rank,
+            rank=self.ranks.tp.rank,
             on_pushed=on_pushed,
         )
 
@@ -173,7 +174,7 @@ class Runner:
         return create_kv_cache(
             self.spec,
             topology=self._topology,
-            tp_rank=self.parallel.rank,
+            tp_rank=self.ranks.tp.rank,
             num_pages=num_pages,
             page_size=self._config.page_size,
             layout=self._config.cache_layout,
@@ -182,7 +183,7 @@ class Runner:
 
     def _activation_peak(self) -> int:
         """Bytes that the largest step needs besides weights and KV: measured by running one over a single page."""
-        rows, samples = self._config.max_batched_tokens, self._config.max_num_seqs
+        rows, samples = self._config.max_batched_tokens, self._config.max_samples
         measured = rows if self.device.type == "cuda" else min(rows, PROFILE_ROWS_CPU)
         self.cache = self._create_cache(1)
         # A chunk of latent attention may gather all of its context; on a GPU, that of others stays in its pages.

@@ -17,7 +17,7 @@ from torch import Tensor
 from headwater.engine.params import TokenLogprobs
 
 if TYPE_CHECKING:
-    from headwater.engine.request import Request
+    from headwater.engine.request import Request, SampleRow
 
 _MASK_32 = (1 << 32) - 1
 _MASK_64 = (1 << 64) - 1
@@ -36,12 +36,12 @@ class SamplingBatch:
     min_ps: Tensor | None
     noise_keys: Tensor
     """int64 [n, 2]: 32 bits each, from seed and position; empty where all are greedy."""
-    penalties: tuple[tuple[int, Request], ...]
-    """(row, request) of those with penalties."""
+    penalties: tuple[tuple[int, SampleRow], ...]
+    """Rows of requests with penalties, by number."""
     banned: tuple[tuple[int, tuple[int, ...]], ...]
     """(row, token ids) that must not be chosen: stop tokens before `min_tokens`."""
-    logprob_rows: tuple[int, ...]
-    num_top_logprobs: int
+    logprobs: tuple[tuple[int, int], ...]
+    """(row, how many of the best tokens as well) of those that asked."""
 
 
 class Sampled(NamedTuple):
@@ -55,12 +55,11 @@ class Sampled(NamedTuple):
     """int64 [rows that asked, k]."""
 
 
-def make_sampling_batch(requests: Sequence[Request], vocab_size: int) -> SamplingBatch:
-    """Collect the parameters of the requests that sample in this step, row by row."""
-    params = [request.params for request in requests]
-    logprob_rows = tuple(row for row, p in enumerate(params) if p.logprobs is not None)
+def make_sampling_batch(rows: Sequence[SampleRow], vocab_size: int) -> SamplingBatch:
+    """Collect the parameters of the rows that are sampled in this step."""
+    params = [row.request.params for row in rows]
     all_greedy = all(p.is_greedy for p in params)
-    drawn = () if all_greedy else requests
+    drawn = () if all_greedy else rows
     return SamplingBatch(
         all_greedy=all_greedy,
         temperatures=torch.tensor([p.temperature for p in params], dtype=torch.float32),
@@ -71,15 +70,14 @@ def make_sampling_batch(requests: Sequence[Request], vocab_size: int) -> Samplin
         ),
         top_ps=_column([p.top_p for p in params], 1.0),
         min_ps=_column([p.min_p for p in params], 0.0),
-        noise_keys=torch.tensor([_noise_key(r.seed, r.num_outputs) for r in drawn], dtype=torch.int64).view(-1, 2),
-        penalties=tuple((row, r) for row, r in enumerate(requests) if r.params.has_penalties),
+        noise_keys=_noise_keys(drawn),
+        penalties=tuple((number, row) for number, row in enumerate(rows) if row.request.params.has_penalties),
         banned=tuple(
-            (row, tuple(sorted(r.stop_ids)))
-            for row, r in enumerate(requests)
-            if r.num_outputs < r.params.min_tokens and r.stop_ids
+            (number, tuple(sorted(row.request.stop_ids)))
+            for number, row in enumerate(rows)
+            if row.num_outputs < row.request.params.min_tokens and row.request.stop_ids
         ),
-        logprob_rows=logprob_rows,
-        num_top_logprobs=max((params[row].logprobs or 0 for row in logprob_rows), default=0),
+        logprobs=tuple((number, p.logprobs) for number, p in enumerate(params) if p.logprobs is not None),
     )
 
 
@@ -88,27 +86,26 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     raw = logits
     if batch.penalties or batch.banned:
         logits = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
-        for row, request in batch.penalties:
-            _penalise(logits[row], request)
-        for row, ids in batch.banned:
-            logits[row, list(ids)] = -torch.inf
+        for number, row in batch.penalties:
+            _penalise(logits[number], row)
+        for number, ids in batch.banned:
+            logits[number, list(ids)] = -torch.inf
     token_ids = logits.argmax(dim=-1)
     if not batch.all_greedy:
         temperatures = batch.temperatures.to(logits.device, non_blocking=True)
         drawn = _draw(logits.float(), temperatures, batch)
         token_ids = torch.where(temperatures > 0, drawn, token_ids)
-    if not batch.logprob_rows:
+    if not batch.logprobs:
         return Sampled(token_ids, None, None)
     return _with_logprobs(raw, token_ids, batch)
 
 
-def unpack_logprobs(batch: SamplingBatch, requests: Sequence[Request], sampled: Sampled) -> dict[int, TokenLogprobs]:
+def unpack_logprobs(batch: SamplingBatch, sampled: Sampled) -> dict[int, TokenLogprobs]:
     """The log-probabilities of one step by row, from tensors that are on the host already."""
     if sampled.logprobs is None or sampled.top_ids is None:
         return {}
     values, ids, found = sampled.logprobs.tolist(), sampled.top_ids.tolist(), {}
-    for i, row in enumerate(batch.logprob_rows):
-        k = requests[row].params.logprobs or 0
+    for i, (row, k) in enumerate(batch.logprobs):
         top = list(zip(ids[i][:k], values[i][1 : 1 + k], strict=True))
         found[row] = TokenLogprobs(int(sampled.token_ids[row]), values[i][0], top)
     return found
@@ -116,6 +113,11 @@ def unpack_logprobs(batch: SamplingBatch, requests: Sequence[Request], sampled: 
 
 def _column(values: list[float], neutral: float) -> Tensor | None:
     return torch.tensor(values, dtype=torch.float32) if any(v != neutral for v in values) else None
+
+
+def _noise_keys(rows: Sequence[SampleRow]) -> Tensor:
+    keys = [_noise_key(row.request.seed, row.num_outputs) for row in rows]
+    return torch.tensor(keys, dtype=torch.int64).view(-1, 2)
 
 
 def _noise_key(seed: int, position: int) -> tuple[int, int]:
@@ -193,22 +195,34 @@ class TokenCounts:
         return torch.from_numpy(self._seen), torch.from_numpy(self._said)
 
 
-def _penalise(row: Tensor, request: Request) -> None:
-    """Change one row of logits in place for what the request has said, and for repetition also what it was asked."""
-    params = request.params
-    if request.counts is None:
-        request.counts = TokenCounts(len(row))
-    seen, said = (counts.to(row.device) for counts in request.counts.update(request))
+def _penalise(logits: Tensor, row: SampleRow) -> None:
+    """Change one row's logits in place for what its request has said, and for repetition also what it was asked."""
+    params = row.request.params
+    seen, said = (counts.to(logits.device) for counts in _count(row, len(logits)))
     if params.repetition_penalty != 1.0:
-        changed = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
-        row.copy_(torch.where(seen, changed, row))
+        changed = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        logits.copy_(torch.where(seen, changed, logits))
     if params.presence_penalty or params.frequency_penalty:
-        row -= torch.where(said > 0, params.presence_penalty + params.frequency_penalty * said.to(row.dtype), 0.0)
+        logits -= torch.where(said > 0, params.presence_penalty + params.frequency_penalty * said.to(logits.dtype), 0.0)
+
+
+def _count(row: SampleRow, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """What was seen and said before a row, its drafts included; only tokens that were said are remembered."""
+    request = row.request
+    if request.counts is None:
+        request.counts = TokenCounts(vocab_size)
+    seen, said = request.counts.update(request)
+    if row.drafted:
+        drafted = torch.tensor(row.drafted)
+        seen = seen.index_fill(0, drafted, True)
+        said = said.index_add(0, drafted, torch.ones_like(drafted, dtype=said.dtype))
+    return seen, said
 
 
 def _with_logprobs(raw: Tensor, token_ids: Tensor, batch: SamplingBatch) -> Sampled:
-    rows = torch.tensor(batch.logprob_rows, device=raw.device)
+    rows = torch.tensor([row for row, _ in batch.logprobs], device=raw.device)
+    most = max(k for _, k in batch.logprobs)
     logprobs = raw[rows].float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids[rows][:, None])
-    top = logprobs.topk(min(batch.num_top_logprobs, logprobs.shape[-1]), dim=-1)
+    top = logprobs.topk(min(most, logprobs.shape[-1]), dim=-1)
     return Sampled(token_ids, torch.cat([chosen, top.values], dim=1), top.indices)

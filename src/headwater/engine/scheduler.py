@@ -7,13 +7,16 @@ scheduler owns requests and their pages; it knows no tensors and waits for nothi
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from headwater.connector.orders import ASYNC
+from headwater.engine.draft import Drafter, NoDrafts
 from headwater.engine.link import EngineLink, NoPool
 from headwater.engine.params import FinishReason
+from headwater.engine.request import SampleRow
 from headwater.errors import EngineError
 
 if TYPE_CHECKING:
@@ -28,12 +31,26 @@ LOOK_AHEAD = 64
 
 
 class Chunk(NamedTuple):
-    """Some tokens of one request, from `start` on; the last chunk before its next token also samples it."""
+    """Some tokens of one request, from `start` on; the last chunk before its next token also samples it.
+
+    That one may end with drafts: the row of each gives the token that follows if the draft is right.
+
+        tokens     … p q r          known          the row of
+        drafts           a b        guessed        r samples the next token, whatever was drafted;
+        sampled        x y z                       a the one after it, which counts if x is a
+    """
 
     request: Request
     start: int
     num_tokens: int
+    """Its rows, those of the drafts included."""
     samples: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        """Rows at its end that are sampled."""
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +70,22 @@ class Step:
         return any(chunk.request.is_loading for chunk in self.chunks)
 
     @property
-    def sampled(self) -> list[Request]:
-        """The requests that get a token, in the order of the samples."""
-        return [chunk.request for chunk in self.chunks if chunk.samples]
+    def has_drafts(self) -> bool:
+        """Whether it is known only afterwards how many tokens its requests get."""
+        return any(chunk.drafts for chunk in self.chunks)
+
+    @property
+    def sampled(self) -> list[SampleRow]:
+        """What is sampled, row by row."""
+        return [SampleRow(c.request, c.drafts[:n]) for c in self.chunks for n in range(c.num_samples)]
+
+    def samples(self) -> Iterator[tuple[Chunk, slice]]:
+        """The chunks that sample, and where their rows are in `sampled`."""
+        start = 0
+        for chunk in self.chunks:
+            if chunk.samples:
+                yield chunk, slice(start, start + chunk.num_samples)
+                start += chunk.num_samples
 
 
 class Scheduler:
@@ -70,6 +100,7 @@ class Scheduler:
         max_num_seqs: int,
         max_batched_tokens: int,
         link: EngineLink | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._pool = pool
         self._prefix = prefix
@@ -77,6 +108,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
         self._link: EngineLink = link or NoPool()
+        self._drafter: Drafter = drafter or NoDrafts()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """Ordered by arrival; some of them may wait for their KV from the pool."""
@@ -105,8 +137,9 @@ class Scheduler:
             request = pending.popleft()
             count = min(request.num_uncomputed, budget)
             if self._make_room(request, request.num_computed + count, pending):
-                budget -= count
-                chunks.append(_chunk(request, count))
+                drafts = self._draft(request, count, budget - count - len(pending))
+                budget -= count + len(drafts)
+                chunks.append(_chunk(request, count, drafts))
         # Whoever was just preempted would come straight back and take the pages away again.
         while budget and self.num_preemptions == num_preemptions and (newcomer := self._admit()):
             if newcomer.is_loading and not newcomer.num_assumed:
@@ -122,16 +155,15 @@ class Scheduler:
 
         Sharing them before the device is done is safe, because whoever reads them does so in a later step.
         """
-        index = 0
-        for request, _, num_tokens, samples in step.chunks:
-            request.num_computed += num_tokens
-            if samples:
-                request.num_in_flight += 1
-                request.sample_index = index
-                index += 1
+        for chunk, rows in step.samples():
+            chunk.request.num_in_flight += chunk.num_samples
+            chunk.request.sample_index = rows.stop - 1
+        for chunk in step.chunks:
+            request = chunk.request
+            request.num_computed += chunk.num_tokens
             if request.is_loading:
                 continue  # whether what it computes is right is known when the load has ended
-            if num_tokens > 1 or request.num_computed <= request.num_prompt:
+            if chunk.num_tokens - len(chunk.drafts) > 1 or request.num_computed <= request.num_prompt:
                 self._share(request)
 
     def loaded(self, request: Request, num_tokens: int) -> None:
@@ -146,16 +178,23 @@ class Scheduler:
             return
         self._took_from_pool(request, num_tokens)
 
-    def landed(self, request: Request, token: int) -> None:
-        """The token in flight has reached the host."""
-        request.num_in_flight -= 1
-        request.tokens.append(token)
+    def landed(self, chunk: Chunk, tokens: Sequence[int]) -> None:
+        """The samples of a chunk have reached the host; `tokens`, at least one, are what counts of them.
+
+        The KV of drafts that were wrong counts as computed no longer. It stays in the request's own pages, and is
+        written anew before it is read: nothing is shared or saved beyond `tokens`.
+        """
+        request = chunk.request
+        request.num_in_flight -= chunk.num_samples
+        request.num_computed -= chunk.num_samples - len(tokens)
+        request.tokens += tokens
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Take a request out, wherever it is, and give its pages back. A second call changes nothing."""
         if request.finish_reason is not None:
             return
         request.finish_reason = reason
+        self._drafter.forget(request)
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
@@ -265,6 +304,19 @@ class Scheduler:
     def _is_idle(self) -> bool:
         return not self.running and not self.abandoned
 
+    def _draft(self, request: Request, count: int, room: int) -> tuple[int, ...]:
+        """At most `room` guesses at what follows, with pages for their KV, where the next `count` tokens are the last
+        that are known. Nobody loses a page for them, and one stays for each running request."""
+        most = min(room, request.room_for_drafts)
+        if count < request.num_uncomputed or most < 1 or not self._drafter.wants(request):
+            return ()
+        drafts = self._drafter.propose(request, most)
+        end = request.num_computed + count
+        missing = self._num_pages(end + len(drafts)) - len(request.pages)
+        if missing > 0 and not (self._has_room(missing) and self._allocate(request, missing)):
+            drafts = drafts[: len(request.pages) * self._page_size - end]
+        return drafts
+
     def _make_room(self, request: Request, num_tokens: int, pending: deque[Request]) -> bool:
         """Give `request` pages for `num_tokens`, preempting the youngest of it and `pending` until there are enough."""
         missing = self._num_pages(num_tokens) - len(request.pages)
@@ -325,5 +377,6 @@ class Scheduler:
         request.num_computed = 0
 
 
-def _chunk(request: Request, count: int) -> Chunk:
-    return Chunk(request, request.num_computed, count, samples=count == request.num_uncomputed)
+def _chunk(request: Request, count: int, drafts: tuple[int, ...] = ()) -> Chunk:
+    samples = count == request.num_uncomputed
+    return Chunk(request, request.num_computed, count + len(drafts), samples, drafts)

@@ -1,8 +1,8 @@
 """Moving KV between a paged cache and extent order: many spans, many layers, every plane and head in one call.
 
-Here are the numbers that say where both sides lie, and the dispatch. Extent order is `[layer][head][plane][token]
-[dim]`; a *span* is a run of consecutive rows of one request's blocks. What a request, a chunk or a shard is, is known
-to callers only, and so is whether the memory behind an address exists.
+Here are the numbers that say where both sides lie, and the dispatch. Extent order is `[layer][head][tile]`, and a tile
+is `[plane][token][dim]` or packed (`kv.packing`); a *span* is a run of consecutive rows of one request's blocks. What a
+request, a chunk or a shard is, is known to callers only, and so is whether the memory behind an address exists.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.dispatch import require, triton_missing_reason
+from headwater.kernels.pack import packed_bytes
 from headwater.kernels.post import fetch
 
 Table = npt.NDArray[np.int64]
 
 SUM_BYTES = 1024
 """What XXH3 adds up before it scrambles."""
+
+TABLES = 5
+"""Numbers of every span that a device has."""
 
 
 class PlaneRow(NamedTuple):
@@ -84,6 +88,17 @@ class Pages:
         """Bytes of one token of one head: all planes."""
         return sum(self.row_bytes)
 
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Elements of a row, of each plane."""
+        return tuple(row // element for row, element in zip(self.row_bytes, self.element_bytes, strict=True))
+
+    @cached_property
+    def adds_up(self) -> bool:
+        """Whether a gather can leave sums at all: rows of one length, which divides a KiB."""
+        row = self.row_bytes[0]
+        return self.dense and self.alignment >= 8 and set(self.row_bytes) == {row} and SUM_BYTES % row == 0
+
 
 @dataclass(frozen=True)
 class Spans:
@@ -95,11 +110,29 @@ class Spans:
     offset: Table
     """By span: rows of the first block that come before the span."""
     num_rows: Table
+    packed_bytes: Table | None = None
+    """By span: stored bytes of one packed tile, or 0 where tiles are raw. None: all are raw."""
+
+    def tile_bytes(self, token_bytes: int) -> Table:
+        """By span: bytes of one tile as it is stored; `token_bytes` are those of a raw row, all planes."""
+        raw = self.num_rows * token_bytes
+        return raw if self.packed_bytes is None else np.where(self.packed_bytes > 0, self.packed_bytes, raw)
+
+    def stored_before(self, token_bytes: int) -> Table:
+        """By span: bytes of one tile of each span before it. Times layers and heads that is where a compact staging
+        buffer has it."""
+        sizes = self.tile_bytes(token_bytes)
+        return np.cumsum(sizes) - sizes
 
     @cached_property
-    def rows_before(self) -> Table:
-        """By span: rows of the spans before it, which is where it lies in a compact staging buffer."""
-        return np.cumsum(self.num_rows) - self.num_rows
+    def has_packed(self) -> bool:
+        """Whether tiles of any span are packed."""
+        return self.packed_bytes is not None and bool(self.packed_bytes.any())
+
+    @cached_property
+    def has_raw(self) -> bool:
+        """Whether tiles of any span are raw."""
+        return self.packed_bytes is None or not self.packed_bytes.all()
 
     @cached_property
     def total_rows(self) -> int:
@@ -111,11 +144,12 @@ class Spans:
         """Rows of the longest span."""
         return int(self.num_rows.max())
 
-    def upload(self, device: torch.device) -> Tensor:
-        """All of it in one device tensor, on the current stream, without waiting: [4, spans] and then the blocks."""
-        parts = (self.first_block, self.offset, self.num_rows, self.rows_before, self.blocks)
-        flat = torch.from_numpy(np.concatenate(parts))
-        return fetch(flat, device)
+    def upload(self, device: torch.device, token_bytes: int) -> Tensor:
+        """All of it in one device tensor, on the current stream, without waiting: `TABLES` tables, one number a span in
+        each (first block, offset, rows, stored before, packed bytes), and then the blocks."""
+        packed = np.zeros_like(self.num_rows) if self.packed_bytes is None else self.packed_bytes
+        tables = (self.first_block, self.offset, self.num_rows, self.stored_before(token_bytes), packed)
+        return fetch(torch.from_numpy(np.concatenate((*tables, self.blocks))), device)
 
 
 class ExtentTarget(NamedTuple):
@@ -128,7 +162,7 @@ class ExtentTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class Compact:
-    """The extent side of all spans in one piece: `[span][layer][head][plane][token][dim]` without gaps."""
+    """The extent side of all spans in one piece: `[span][layer][head][stored tile]` without gaps."""
 
     address: int
     num_layers: int
@@ -138,10 +172,9 @@ class Compact:
 
     def targets(self, pages: Pages, spans: Spans, num_heads: int) -> list[ExtentTarget]:
         """The same, span by span."""
-        found = []
-        for before, rows in zip(spans.rows_before.tolist(), spans.num_rows.tolist(), strict=True):
-            tile = rows * pages.token_bytes
-            start = before * pages.token_bytes * self.num_layers + self.first_layer * tile
+        found, size = [], pages.token_bytes
+        for before, tile in zip(spans.stored_before(size).tolist(), spans.tile_bytes(size).tolist(), strict=True):
+            start = before * self.num_layers + self.first_layer * tile
             found.append(ExtentTarget(self.address + start * num_heads, num_heads * tile, tile))
         return found
 
@@ -160,7 +193,7 @@ class Move:
     """What `spans.upload` returned, where it has been uploaded before."""
     sums: Tensor | None = None
     """Of a gather into compact staging on CUDA: where to leave what XXH3 adds up of every KiB of it, int64 [KiB, 8],
-    as far as tiles lie so (`adds_up`)."""
+    as far as tiles are raw and lie so (`adds_up`)."""
 
     def check(self) -> None:
         """Raise InvalidArgumentError where the numbers cannot belong together. Memory is not looked at."""
@@ -181,6 +214,15 @@ class Move:
         else:
             num_spans = len(self.spans.num_rows)
             require(len(self.staged) == num_spans, f"one target for each of {num_spans} spans", given=len(self.staged))
+        if self.spans.packed_bytes is not None:
+            self._check_packed(self.spans.packed_bytes)
+
+    def _check_packed(self, sizes: Table) -> None:
+        require(len(sizes) == len(self.spans.num_rows), f"{len(self.spans.num_rows)} packed sizes", given=len(sizes))
+        halves = set(self.pages.element_bytes) == {2}
+        for rows, size in set(zip(self.spans.num_rows.tolist(), sizes.tolist(), strict=True)):
+            expected = packed_bytes(self.pages.widths, rows) if halves else 0
+            require(size in (0, expected), f"0 or {expected} bytes for a packed tile of {rows} rows", given=size)
 
     @property
     def targets(self) -> Sequence[ExtentTarget]:
@@ -191,36 +233,33 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the call moves."""
-        return self.spans.total_rows * self.pages.token_bytes * len(self.layers) * len(self.heads)
+        """Bytes on the extent side of the call."""
+        return int(self.spans.tile_bytes(self.pages.token_bytes).sum()) * len(self.layers) * len(self.heads)
 
 
 def gather_rows(move: Move) -> None:
-    """Copy from the cache into extent order. On CUDA one launch, which does not wait; on the CPU a few strided copies.
+    """Copy from the cache into extent order, packing where spans are packed. On CUDA one launch for the raw spans and
+    one for the packed ones, which do not wait; on the CPU a few strided copies, and every packed tile by itself.
 
-    Raises InvalidArgumentError for numbers that do not fit together. Addresses are trusted: one that is wrong ends
-    the process, or on CUDA the context.
+    A tile that does not fit (`pack.packed_fits`) holds garbage. Raises InvalidArgumentError for numbers that do not fit
+    together. Addresses are trusted: one that is wrong ends the process, or on CUDA the context.
     """
     _implementation(move.pages.device)(move, scatter=False)
 
 
 def scatter_rows(move: Move) -> None:
     """Copy from extent order into the cache: the inverse of `gather_rows`. Bytes of no row of a span stay as they
-    are. If two spans name one row, one of them wins."""
+    are. If two spans name one row, one of them wins. A packed tile that `gather_rows` did not write leaves anything in
+    the rows of its span, and nothing elsewhere."""
     _implementation(move.pages.device)(move, scatter=True)
 
 
-def adds_up(pages: Pages, num_rows: int, bytes_before: int) -> bool:
-    """Whether a gather that has `sums` leaves those of spans of that length, with so many bytes before them: every
-    plane of every tile must be whole KiB, and a row divide a KiB."""
-    row = pages.row_bytes[0]
-    return (
-        pages.dense
-        and pages.alignment >= 8
-        and set(pages.row_bytes) == {row}
-        and SUM_BYTES % row == 0
-        and num_rows * row % SUM_BYTES == bytes_before % SUM_BYTES == 0
-    )
+def adds_up(pages: Pages, spans: Spans, span: int, bytes_before: int) -> bool:
+    """Whether a gather that has `sums` leaves those of a span with so many bytes before it: it is raw, and every plane
+    of every tile is whole KiB."""
+    is_raw = spans.packed_bytes is None or not spans.packed_bytes[span]
+    plane_bytes = int(spans.num_rows[span]) * pages.row_bytes[0]
+    return is_raw and pages.adds_up and plane_bytes % SUM_BYTES == bytes_before % SUM_BYTES == 0
 
 
 def common_alignment(numbers: Iterable[int]) -> int:

@@ -1,11 +1,13 @@
 """Paged cache ⇄ extent order on the CPU: the path of CPU engines and the oracle of the Triton kernel.
 
 Everything is a strided copy. Layers that lie evenly spaced, and blocks with consecutive numbers, go together, so that
-the number of copies depends on how the cache is cut up and not on its tokens or heads.
+the number of copies depends on how the cache is cut up and not on its tokens or heads. Tiles of packed spans are packed
+and unpacked by `kv.packing`, a layer at a time.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.kernels.extent import ExtentTarget, Move, Pages, Spans, Table
+from headwater.kernels.pack import pack_tiles, unpack_tiles
 
 Array = npt.NDArray[Any]
 
@@ -37,20 +40,47 @@ class _Piece(NamedTuple):
 def move_rows_cpu(move: Move, *, scatter: bool) -> None:
     """`gather_rows`, or `scatter_rows`, on memory that the CPU can address."""
     move.check()
-    pages, spans, targets = move.pages, move.spans, move.targets
     if not move.num_bytes:
         return
+    packed = [False] * len(move.targets) if move.spans.packed_bytes is None else (move.spans.packed_bytes > 0).tolist()
+    raw = [(span, target) for span, target in enumerate(move.targets) if not packed[span]]
+    _move_raw(move.pages, move.spans, raw, move.layers, move.heads, scatter)
+    for span, target in enumerate(move.targets):
+        if packed[span]:
+            for i, layer in enumerate(move.layers):
+                _move_packed(move, span, layer, target.address + i * target.layer_stride, target.head_stride, scatter)
+
+
+def _move_raw(
+    pages: Pages, spans: Spans, targets: list[tuple[int, ExtentTarget]], layers: range, heads: range, scatter: bool
+) -> None:
+    """Copy some spans, each between its rows and raw tiles at its target."""
     before = 0
     for plane, row_bytes in enumerate(pages.row_bytes):
-        for start, layers in _layer_runs(pages, plane, move.layers):
-            cache = _cache_array(pages, plane, layers)[:, :, :, move.heads.start : move.heads.stop]
+        for start, some in _layer_runs(pages, plane, layers):
+            cache = _cache_array(pages, plane, some)[:, :, :, heads.start : heads.stop]
             uniform = cache.strides[1] == pages.block_size * cache.strides[2]
-            for span, target in enumerate(targets):
+            for span, target in targets:
                 rows = int(spans.num_rows[span])
                 if rows:
                     extent = _extent_array(target, start, cache.shape, rows, before * rows, cache.dtype)
                     _move_span(cache, extent, spans, span, uniform, pages.block_size, scatter)
         before += row_bytes
+
+
+def _move_packed(move: Move, span: int, layer: int, address: int, head_stride: int, scatter: bool) -> None:
+    """Move one layer of a packed span, through raw tiles that stay in the processor's cache."""
+    pages, rows, sizes = move.pages, int(move.spans.num_rows[span]), move.spans.packed_bytes
+    assert sizes is not None
+    shape = (len(move.heads), int(sizes[span]))
+    tiles = _array(address, shape, (head_stride, 1), np.dtype(np.uint8))
+    raw = _scratch.tiles(len(move.heads), rows * pages.token_bytes)
+    target = ExtentTarget(_address(raw), 0, raw.strides[0])
+    if scatter:
+        unpack_tiles(pages.widths, rows, tiles, raw)
+    _move_raw(pages, move.spans, [(span, target)], range(layer, layer + 1), move.heads, scatter)
+    if not scatter:
+        pack_tiles(pages.widths, rows, raw, tiles)
 
 
 def _move_span(
@@ -79,6 +109,22 @@ def _move_span(
             np.copyto(target, source)
 
 
+class _Scratch(threading.local):
+    """Memory for raw tiles, for each thread."""
+
+    def __init__(self) -> None:
+        self._room = np.empty(0, np.uint8)
+
+    def tiles(self, count: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Room for so many of them."""
+        if self._room.size < count * num_bytes:
+            self._room = np.empty(count * num_bytes, np.uint8)
+        return self._room[: count * num_bytes].reshape(count, num_bytes)
+
+
+_scratch = _Scratch()
+
+
 class SpanWriter:
     """Scatters spans piece by piece, some layers and heads at a time, with all but the copies worked out before.
 
@@ -87,7 +133,8 @@ class SpanWriter:
 
     def __init__(self, pages: Pages, spans: Spans, layers: range) -> None:
         self._num_rows: list[int] = spans.num_rows.tolist()
-        self._row_bytes = pages.row_bytes
+        self._packed = spans.packed_bytes
+        self._pages = pages
         self._layers = layers
         self._caches = [
             [_cache_array(pages, plane, range(layer, layer + 1))[0] for plane in range(len(pages.row_bytes))]
@@ -101,20 +148,28 @@ class SpanWriter:
         return max(map(len, self._pieces))
 
     def write(self, span: int, layers: range, heads: range, tiles: npt.NDArray[np.uint8]) -> None:
-        """Put one span's tiles, bytes of shape (layers, heads, bytes of a tile), into the cache. Layers and heads are
-        indices into those of the pages."""
-        rows, before = self._num_rows[span], 0
-        for plane, row_bytes in enumerate(self._row_bytes):
-            part = tiles[:, :, before * rows : (before + row_bytes) * rows]
+        """Put one span's tiles, bytes of shape (layers, heads, stored bytes of a tile), into the cache. Layers and
+        heads are indices into those of the pages."""
+        rows, pages = self._num_rows[span], self._pages
+        is_packed = self._packed is not None and self._packed[span] > 0
+        for layer, stored in zip(layers, tiles, strict=True):
+            raw = stored
+            if is_packed:
+                raw = _scratch.tiles(len(heads), rows * pages.token_bytes)
+                unpack_tiles(pages.widths, rows, stored, raw)
+            self._write_layer(span, layer, heads, raw)
+
+    def _write_layer(self, span: int, layer: int, heads: range, tiles: npt.NDArray[np.uint8]) -> None:
+        rows, before, caches = self._num_rows[span], 0, self._caches[self._layers.index(layer)]
+        for cache, row_bytes in zip(caches, self._pages.row_bytes, strict=True):
+            part = tiles[:, before * rows : (before + row_bytes) * rows]
             before += row_bytes
-            for i, layer in enumerate(layers):
-                cache = self._caches[self._layers.index(layer)][plane]
-                extent = part[i].view(cache.dtype).reshape(len(heads), rows, cache.shape[3])
-                for row, block, token, num_blocks, num_tokens in self._pieces[span]:
-                    target = cache[block : block + num_blocks, token : token + num_tokens, heads.start : heads.stop]
-                    source = extent[:, row : row + num_blocks * num_tokens]
-                    source = source.reshape(len(heads), num_blocks, num_tokens, -1).transpose(1, 2, 0, 3)
-                    np.copyto(target, source)
+            extent = part.view(cache.dtype).reshape(len(heads), rows, cache.shape[3])
+            for row, block, token, num_blocks, num_tokens in self._pieces[span]:
+                target = cache[block : block + num_blocks, token : token + num_tokens, heads.start : heads.stop]
+                source = extent[:, row : row + num_blocks * num_tokens]
+                source = source.reshape(len(heads), num_blocks, num_tokens, -1).transpose(1, 2, 0, 3)
+                np.copyto(target, source)
 
 
 def _span_pieces(spans: Spans, span: int, block_size: int) -> Iterator[_Piece]:

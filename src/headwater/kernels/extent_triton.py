@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-import torch
 import triton
 import triton.language as tl
 
-from headwater.kernels.extent import SUM_BYTES, Compact, Move, adds_up, ceil_div, common_alignment, next_power_of_2
-from headwater.kernels.post import fetch
+from headwater.kernels.extent import SUM_BYTES, TABLES, Compact, Move, ceil_div, common_alignment, next_power_of_2
+from headwater.kernels.extent_device import DeviceMove, upload_move
+from headwater.kernels.pack_triton import PackConfig, UnpackConfig, move_packed_triton
 from headwater.kernels.xxh3_triton import add_up, xxh3_keys
 
 _UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 _MAX_COLUMNS_BYTES = 4096
+
+_TABLES = tl.constexpr(TABLES)
 
 _NUMBERS = [
     "num_spans",
@@ -52,30 +53,35 @@ GATHER = CopyConfig(heads=1)
 SCATTER = CopyConfig(heads=8)
 
 
-def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = None) -> None:
-    """Either direction, in one launch on the current stream."""
+def move_rows_triton(
+    move: Move,
+    *,
+    scatter: bool,
+    config: CopyConfig | None = None,
+    packing: PackConfig | UnpackConfig | None = None,
+) -> None:
+    """Either direction: one launch for the raw spans and one for the packed ones, on the current stream."""
     move.check()
-    pages, spans, config = move.pages, move.spans, config or (SCATTER if scatter else GATHER)
     if not move.num_bytes:
         return
+    device = upload_move(move)
+    if move.spans.has_raw:
+        _move_raw(move, device, scatter, config or (SCATTER if scatter else GATHER))
+    if move.spans.has_packed:
+        move_packed_triton(move, device, scatter=scatter, config=packing)
+
+
+def _move_raw(move: Move, device: DeviceMove, scatter: bool, config: CopyConfig) -> None:
+    pages, spans = move.pages, move.spans
     num_spans, num_heads = len(spans.num_rows), len(move.heads)
-    device_spans = spans.upload(pages.device) if move.device_spans is None else move.device_spans
-    staged_layers, first_staged = 0, 0
-    if isinstance(move.staged, Compact):
-        address, targets = move.staged.address, device_spans
-        staged_layers, first_staged = move.staged.num_layers, move.staged.first_layer
-        alignment = common_alignment([pages.alignment, address])
-    else:
-        table = np.array(move.staged, np.int64)
-        address, targets = 0, fetch(torch.from_numpy(table), pages.device)
-        alignment = common_alignment([pages.alignment, *table.flatten().tolist()])
+    alignment = common_alignment([pages.alignment, device.alignment])
     unit = min(alignment, 8)
     columns = min(next_power_of_2(max(pages.row_bytes)), _MAX_COLUMNS_BYTES) // unit
     sums = None if scatter else move.sums
     heads = min(next_power_of_2(num_heads), config.heads if sums is None else 1)
     tokens = max(1, config.tile_bytes // (columns * unit * heads))
     tokens = min(tokens, next_power_of_2(spans.max_rows))
-    has_sums = sums is not None and isinstance(move.staged, Compact) and adds_up(pages, SUM_BYTES, 0)
+    has_sums = sums is not None and isinstance(move.staged, Compact) and pages.adds_up
     if has_sums:
         tokens = max(tokens, SUM_BYTES // max(pages.row_bytes))
     token_blocks = ceil_div(spans.max_rows, tokens)
@@ -83,15 +89,15 @@ def move_rows_triton(move: Move, *, scatter: bool, config: CopyConfig | None = N
     grid = (num_spans * token_blocks, len(move.layers) * num_planes, ceil_div(num_heads, heads))
     _move_kernel[grid](
         pages.device_table,
-        device_spans,
-        targets,
-        address,
-        sums if has_sums else device_spans,
-        xxh3_keys(pages.device) if has_sums else device_spans,
+        device.spans,
+        device.targets,
+        device.address,
+        sums if has_sums else device.spans,
+        xxh3_keys(pages.device) if has_sums else device.spans,
         num_spans,
         token_blocks,
-        staged_layers,
-        first_staged,
+        device.staged_layers,
+        device.first_staged,
         move.layers.start,
         move.layers.step,
         num_heads,
@@ -143,11 +149,12 @@ def _move_kernel(
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program: some tokens of one span, in one plane of one layer, of some heads."""
+    """One program: some tokens of one raw span, in one plane of one layer, of some heads."""
     span = tl.program_id(0) // token_blocks
     num_rows = tl.load(spans + 2 * num_spans + span)
     first_row = tl.program_id(0) % token_blocks * TOKENS
-    if first_row >= num_rows:
+    is_packed = tl.load(spans + 4 * num_spans + span) > 0
+    if (first_row >= num_rows) | is_packed:
         return
     layer = (tl.program_id(1) // NUM_PLANES).to(tl.int64)
     plane = planes + ((first_layer + layer * layer_step) * NUM_PLANES + tl.program_id(1) % NUM_PLANES) * 8
@@ -161,14 +168,14 @@ def _move_kernel(
     # Rows may begin in the middle of a block; every row finds its own.
     place = tl.load(spans + num_spans + span) + row
     block_at = tl.load(spans + span) + place // BLOCK_SIZE
-    block = tl.load(spans + 4 * num_spans + block_at, mask=valid, other=0)
+    block = tl.load(spans + _TABLES * num_spans + block_at, mask=valid, other=0)
     in_cache = tl.load(plane) + block * tl.load(plane + 1) + place % BLOCK_SIZE * tl.load(plane + 2)
     in_cache += (first_head + head) * tl.load(plane + 3)
 
     tile_bytes = num_rows * token_bytes
     if COMPACT:
         before = tl.load(spans + 3 * num_spans + span)
-        in_staging = before * staged_layers * token_bytes + (first_staged + layer) * tile_bytes
+        in_staging = before * staged_layers + (first_staged + layer) * tile_bytes
         in_extent = address + in_staging * num_heads + head * tile_bytes
     else:
         target = targets + span * 3
@@ -185,7 +192,7 @@ def _move_kernel(
         here = tl.load(cache_rows[:, None] + unit_column[None, :], mask=valid[:, None], other=0)
         tl.store(extent_rows[:, None] + unit_column[None, :], here, mask=valid[:, None])
         in_tile = tl.load(plane + 6) * num_rows + first_row * row_bytes
-        before_tile = tl.load(spans + 3 * num_spans + span) * staged_layers * token_bytes * num_heads
+        before_tile = tl.load(spans + 3 * num_spans + span) * staged_layers * num_heads
         before_tile += ((first_staged + layer) * num_heads + tl.program_id(2)) * tile_bytes
         kib = tl.arange(0, TOKENS * COLUMNS // 128)
         words = tl.reshape(here, (TOKENS * COLUMNS // 128, 64, 2)).to(tl.uint64, bitcast=True)

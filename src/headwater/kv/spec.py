@@ -95,6 +95,11 @@ class KVSpec:
         return sum(plane.row_bytes for plane in self.planes)
 
     @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Channels of each plane."""
+        return tuple([plane.width for plane in self.planes])
+
+    @cached_property
     def num_tiles(self) -> int:
         """Tiles in one chunk: layers × heads."""
         return self.num_layers * self.num_kv_heads

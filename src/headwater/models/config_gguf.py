@@ -19,11 +19,14 @@ from headwater.models.config import (
     DenseConfig,
     Family,
     GQAConfig,
+    MLAConfig,
     ModelConfig,
     family_named,
 )
 from headwater.models.config_experts import EXPERTS
 from headwater.models.config_gguf_experts import EXPERT_KEYS, WITH_EXPERTS, experts_from_gguf
+from headwater.models.config_gguf_latent import ARCHITECTURE as LATENT
+from headwater.models.config_gguf_latent import LATENT_KEYS, latent_experts, latent_rope, mla_from_gguf
 from headwater.models.fields import Fields
 from headwater.models.rope import RopeConfig, yarn_attention_factor
 
@@ -63,7 +66,7 @@ _ONLY_AT: dict[str, tuple[object, ...]] = {
 }
 """Keys that change nothing at these values."""
 
-_UNREAD_EXPERTS = ("deepseek", "deepseek2")
+_UNREAD_EXPERTS = ("deepseek",)
 """Architectures whose experts are not read from GGUF files."""
 
 
@@ -82,7 +85,8 @@ def config_from_gguf(
     architecture = general.text("general.architecture")
     prefix = f"{architecture}."
     fields = Fields({key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}, source)
-    experts = WITH_EXPERTS.get(architecture)
+    is_latent = architecture == LATENT
+    experts = latent_experts(fields, tensor_names) if is_latent else WITH_EXPERTS.get(architecture)
     if architecture == "llama" and not fields.values.get("expert_count"):
         experts = None  # not Mixtral
     if architecture in _UNREAD_EXPERTS or (experts is None and architecture in EXPERTS):
@@ -95,12 +99,18 @@ def config_from_gguf(
     if general.integer("split.count", 0, 1 << 16, default=0) > 1:
         raise general.wrong("split.count", "1: join the parts into one file (llama-gguf-split --merge)")
 
-    _check_keys(fields, prefix, EXPERT_KEYS | experts.keys if experts is not None else frozenset())
+    also = EXPERT_KEYS | experts.keys if experts is not None else frozenset()
+    _check_keys(fields, prefix, also | LATENT_KEYS if is_latent else also)
     hidden_size = fields.integer("embedding_length", 1, MAX_WIDTH)
     num_heads = _same_everywhere(fields, "attention.head_count", None)
-    head_dim = _head_dim(fields, hidden_size, num_heads)
-    rope_dim = _rope_dim(fields, family, head_dim)
     max_len = fields.integer("context_length", 1, MAX_LENGTH)
+    attention: GQAConfig | MLAConfig
+    if is_latent:
+        attention = mla_from_gguf(fields, num_heads)
+        rope = latent_rope(fields, attention, max_len, has_factors=freq_factors is not None)
+    else:
+        attention = _gqa(fields, family, hidden_size, num_heads, tensor_names)
+        rope = _rope(fields, _rope_dim(fields, family, attention.head_dim), max_len, freq_factors)
     # Some files name the end of a turn apart from the end of a text; a chat ends with either.
     eos = {
         token_id
@@ -116,15 +126,7 @@ def config_from_gguf(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=num_layers,
-        attention=GQAConfig(
-            num_heads=num_heads,
-            num_kv_heads=_same_everywhere(fields, "attention.head_count_kv", num_heads),
-            head_dim=head_dim,
-            qkv_bias="blk.0.attn_q.bias" in tensor_names,
-            output_bias="blk.0.attn_output.bias" in tensor_names,
-            qk_norm="blk.0.attn_q_norm.weight" in tensor_names if family.qk_norm is None else family.qk_norm,
-            norms_whole_width=family.norms_whole_width,
-        ),
+        attention=attention,
         mlp=None
         if sparse is not None and len(sparse.layers) == num_layers
         else DenseConfig(
@@ -133,13 +135,25 @@ def config_from_gguf(
         ),
         sparse=sparse,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
-        rope=_rope(fields, rope_dim, max_len, freq_factors),
+        rope=rope,
         tie_embeddings="output.weight" not in tensor_names,
         num_draft_layers=num_drafts,
         max_position_embeddings=max_len,
         eos_token_ids=tuple(sorted(token_id for token_id in eos if token_id < vocab_size)),
         bos_token_id=bos[0] if bos and bos[0] < vocab_size else None,
         stored_dtype=stored_dtype,
+    )
+
+
+def _gqa(fields: Fields, family: Family, hidden_size: int, num_heads: int, tensor_names: frozenset[str]) -> GQAConfig:
+    return GQAConfig(
+        num_heads=num_heads,
+        num_kv_heads=_same_everywhere(fields, "attention.head_count_kv", num_heads),
+        head_dim=_head_dim(fields, hidden_size, num_heads),
+        qkv_bias="blk.0.attn_q.bias" in tensor_names,
+        output_bias="blk.0.attn_output.bias" in tensor_names,
+        qk_norm="blk.0.attn_q_norm.weight" in tensor_names if family.qk_norm is None else family.qk_norm,
+        norms_whole_width=family.norms_whole_width,
     )
 
 

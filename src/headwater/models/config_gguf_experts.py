@@ -14,9 +14,9 @@ from headwater.models.config import MAX_WIDTH, SparseConfig
 from headwater.models.config_experts import MAX_EXPERTS
 from headwater.models.fields import Fields
 
-_SIGMOID = 2
-"""As `expert_gating_func` numbers it."""
-_GLM_KEYS = frozenset(
+SOFTMAX, SIGMOID = 1, 2
+"""As `expert_gating_func` numbers them."""
+_SHARED_KEYS = frozenset(
     {
         "expert_shared_count",
         "expert_group_count",
@@ -39,19 +39,44 @@ def _softmax(*, renormalise: bool) -> Callable[[Fields], RoutingRule]:
     return rule
 
 
+def _groups(fields: Fields) -> tuple[int, int]:
+    """How many groups there are, and how many are kept."""
+    count, kept = ("expert_group_count", "expert_group_used_count")
+    return fields.integer(count, 1, MAX_EXPERTS, default=1), fields.integer(kept, 1, MAX_EXPERTS, default=1)
+
+
+def _greedy(fields: Fields) -> RoutingRule:
+    """DeepSeek-V2."""
+    if fields.flag("expert_weights_norm", False):
+        raise fields.wrong("expert_weights_norm", "false: transformers and vLLM run such models differently")
+    groups, kept = _groups(fields)
+    return RoutingRule(
+        top_k=fields.integer("expert_used_count", 1, MAX_EXPERTS),
+        num_groups=groups,
+        groups_kept=kept,
+        scaling=fields.number("expert_weights_scale", 1e-3, 1e3, default=1.0),
+    )
+
+
 def _sigmoid(fields: Fields) -> RoutingRule:
-    """GLM-4-MoE: what the file leaves out is as llama.cpp has it."""
-    if fields.integer("expert_gating_func", 0, 16, default=_SIGMOID) != _SIGMOID:
-        raise fields.wrong("expert_gating_func", f"{_SIGMOID}, sigmoid")
+    """DeepSeek-V3 and GLM: what the file leaves out is as llama.cpp has it."""
+    if fields.integer("expert_gating_func", 0, 16, default=SIGMOID) != SIGMOID:
+        raise fields.wrong("expert_gating_func", f"{SIGMOID}, sigmoid")
+    groups, kept = _groups(fields)
     return RoutingRule(
         top_k=fields.integer("expert_used_count", 1, MAX_EXPERTS),
         scores="sigmoid",
-        num_groups=fields.integer("expert_group_count", 1, MAX_EXPERTS, default=1),
-        groups_kept=fields.integer("expert_group_used_count", 1, MAX_EXPERTS, default=1),
+        num_groups=groups,
+        groups_kept=kept,
         group_score="top2",
         renormalise=fields.flag("expert_weights_norm", False),
         scaling=fields.number("expert_weights_scale", 1e-3, 1e3, default=1.0),
     )
+
+
+def _shared_size(fields: Fields) -> int:
+    size = fields.integer("expert_feed_forward_length", 1, MAX_WIDTH * 4)
+    return fields.integer("expert_shared_count", 1, 64) * size
 
 
 class GGUFExperts(NamedTuple):
@@ -69,6 +94,9 @@ class GGUFExperts(NamedTuple):
     """Besides those that all have."""
 
 
+DEEPSEEK_V2 = GGUFExperts("deepseek_v2", _greedy, shared_size=_shared_size, norm_eps=1e-6, keys=_SHARED_KEYS)
+GLM_LITE = GGUFExperts("glm4_moe_lite", _sigmoid, shared_size=_shared_size, biased=True, keys=_SHARED_KEYS)
+DEEPSEEK_V3 = GLM_LITE._replace(family="deepseek_v3", norm_eps=1e-6)
 WITH_EXPERTS: dict[str, GGUFExperts] = {
     "llama": GGUFExperts("mixtral", _softmax(renormalise=True), size="feed_forward_length"),
     "qwen2moe": GGUFExperts(
@@ -80,18 +108,9 @@ WITH_EXPERTS: dict[str, GGUFExperts] = {
     ),
     "qwen3moe": GGUFExperts("qwen3_moe", _softmax(renormalise=True)),
     "olmoe": GGUFExperts("olmoe", _softmax(renormalise=False), size="feed_forward_length", norm_eps=1e-5),
-    "glm4moe": GGUFExperts(
-        "glm4_moe",
-        _sigmoid,
-        shared_size=lambda fields: (
-            fields.integer("expert_shared_count", 1, 64)
-            * fields.integer("expert_feed_forward_length", 1, MAX_WIDTH * 4)
-        ),
-        biased=True,
-        keys=_GLM_KEYS,
-    ),
+    "glm4moe": GGUFExperts("glm4_moe", _sigmoid, shared_size=_shared_size, biased=True, keys=_SHARED_KEYS),
 }
-"""By `general.architecture`. Mixtral is a `llama` whose file counts experts."""
+"""By `general.architecture`. Mixtral is a `llama` whose file counts experts; `deepseek2` is any of the three above."""
 EXPERT_KEYS = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 
 

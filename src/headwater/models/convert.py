@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -21,8 +22,7 @@ from headwater.errors import ModelError
 from headwater.models.checkpoint.base import BLOCK_BYTES
 from headwater.models.checkpoint.gguf import GGUFCheckpoint
 from headwater.models.checkpoint.safetensors import INDEX_NAME
-from headwater.models.config import ModelConfig, family_named
-from headwater.models.rope import RopeConfig
+from headwater.models.config_json import generation_config, hf_config
 from headwater.models.weights import Progress, TensorHandle
 
 MAX_SHARD_BYTES = 4 << 30
@@ -64,8 +64,8 @@ def convert_gguf(
     _check_directory(directory, force)
     checkpoint = GGUFCheckpoint(source)
     config = hf_config(checkpoint.config, dtype)
-    handles = dict(checkpoint.tensors())
-    total = sum(prod(handle.shape) for handle in handles.values()) * DTYPES[dtype][0].itemsize
+    handles = {name: handle for name, handle in checkpoint.tensors() if not _only_drafts(name, checkpoint)}
+    total = sum(_num_bytes(name, handle, dtype) for name, handle in handles.items())
     tokenizer = checkpoint.load_tokenizer()
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def convert_gguf(
             made = Path(temporary, "made")
             made.mkdir()
             _write_json(made / "config.json", config)
-            _write_json(made / "generation_config.json", _generation_config(checkpoint.config))
+            _write_json(made / "generation_config.json", generation_config(checkpoint.config))
             tokenizer.backend.save_pretrained(str(made))
             num_files = _write_shards(made, handles, dtype, max_shard_bytes, total, progress)
             _move_in(made, directory)
@@ -84,79 +84,19 @@ def convert_gguf(
     return Converted(directory, len(handles), total, num_files, dtype)
 
 
-def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """`config.json` in the spelling that transformers 4, 5 and the engines built on them all read. Raises ModelError
-    for rotary factors that no rope type of theirs gives."""
-    family = family_named(config.family)
-    if config.mlp is None or config.sparse is not None:
-        raise ModelError(f"{config.family} models have experts, which cannot be converted")
-    scaling = _rope_scaling(config.rope)
-    values: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.mlp.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.gqa.num_heads,
-        "num_key_value_heads": config.gqa.num_kv_heads,
-        "head_dim": config.gqa.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": scaling,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": _one_or_all(config.eos_token_ids),
-        "torch_dtype": dtype,
-    }
-    if family.qkv_bias is None:
-        if config.gqa.qkv_bias != config.gqa.output_bias:
-            raise ModelError(f"{config.family} models have biases on all attention matrices or on none; this has some")
-        values["attention_bias"] = config.gqa.qkv_bias
-    if family.mlp_bias is None:
-        values["mlp_bias"] = config.mlp.mlp_bias
-    return values
+def _only_drafts(name: str, checkpoint: GGUFCheckpoint) -> bool:
+    """Whether a tensor is of a layer behind the last, which a config.json without such layers does not name."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= checkpoint.config.num_layers
 
 
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    if rope.freq_factors is not None:
-        rope = _as_llama3(rope)
-    if rope.kind == "default":
-        return None
-    values: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.original_max_len is not None:
-        values["original_max_position_embeddings"] = rope.original_max_len
-    if rope.kind == "llama3":
-        values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.kind == "yarn":
-        values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "attention_factor": rope.attention_factor}
-    return values
+def _stored_as(name: str, dtype: str) -> tuple[torch.dtype, str]:
+    """What chooses experts stays as exact as it is: a rounded bias chooses others."""
+    return DTYPES["float32" if name.endswith(".e_score_correction_bias") else dtype]
 
 
-def _as_llama3(rope: RopeConfig) -> RopeConfig:
-    """The parameters that gave the factors in a GGUF file: those of Llama 3.1 and later, which differ in one number."""
-    assert rope.freq_factors is not None
-    if rope.kind == "default":
-        found = RopeConfig(
-            dim=rope.dim,
-            theta=rope.theta,
-            kind="llama3",
-            factor=round(max(rope.freq_factors), 3),
-            original_max_len=8192,
-        )
-        if torch.allclose(found.inverse_frequencies(), rope.inverse_frequencies(), rtol=1e-4, atol=0.0):
-            return found
-    raise ModelError("the rotary factors of this file are not those of a rope type that a config.json could name")
-
-
-def _generation_config(config: ModelConfig) -> dict[str, Any]:
-    return {"bos_token_id": config.bos_token_id, "eos_token_id": _one_or_all(config.eos_token_ids)}
-
-
-def _one_or_all(token_ids: tuple[int, ...]) -> int | list[int] | None:
-    return list(token_ids) if len(token_ids) > 1 else next(iter(token_ids), None)
+def _num_bytes(name: str, handle: TensorHandle, dtype: str) -> int:
+    return prod(handle.shape) * _stored_as(name, dtype)[0].itemsize
 
 
 def _write_shards(
@@ -168,11 +108,10 @@ def _write_shards(
     progress: Progress | None,
 ) -> int:
     """Fill shards in order; one file needs no index. Returns the number of files."""
-    itemsize = DTYPES[dtype][0].itemsize
     shards: list[dict[str, TensorHandle]] = [{}]
     filled = 0
     for name, handle in handles.items():
-        size = prod(handle.shape) * itemsize
+        size = _num_bytes(name, handle, dtype)
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append({})
             filled = 0
@@ -194,23 +133,22 @@ def _write_safetensors(
     path: Path, handles: Mapping[str, TensorHandle], dtype: str, done: int, total: int, progress: Progress | None
 ) -> int:
     """One file: the length of the header, the header, the tensors. Returns the bytes done so far, of all files."""
-    torch_dtype, code = DTYPES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, handle in handles.items():
-        end = offset + prod(handle.shape) * torch_dtype.itemsize
-        header[name] = {"dtype": code, "shape": list(handle.shape), "data_offsets": [offset, end]}
+        end = offset + _num_bytes(name, handle, dtype)
+        header[name] = {"dtype": _stored_as(name, dtype)[1], "shape": list(handle.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format wants its data aligned
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for handle in handles.values():
+        for name, handle in handles.items():
             rows = handle.shape[0]
             step = max(1, BLOCK_BYTES // (4 * prod(handle.shape[1:])))
             for start in range(0, rows, step):
                 stop = min(rows, start + step)
-                block = torch.empty(stop - start, *handle.shape[1:], dtype=torch_dtype)
+                block = torch.empty(stop - start, *handle.shape[1:], dtype=_stored_as(name, dtype)[0])
                 handle.read_into(block, 0, range(start, stop))
                 done += file.write(memoryview(block.view(torch.uint8).numpy()).cast("B"))
                 if progress is not None:

@@ -79,8 +79,10 @@ def client_tls(url: StoreUrl) -> ssl.SSLContext | None:
 class PeerChannel:
     """One connection. After an error it can only be closed."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, encodings: int = 0) -> None:
+        """`encodings`: see `Welcome.encodings`."""
         self.connection = connection
+        self.encodings = encodings
         self.is_new = True
         self.used_s = time.monotonic()
         self._number = 0
@@ -166,8 +168,8 @@ class Channels:
         server = int.from_bytes(secrets.token_bytes(8), "little") | 1
         scope, described = (bytes(32), b"") if space is None else (space.scope, describe(space))
         caller = PeerCaller(PeerRole.FOLLOW if space is None else PeerRole.PULL, server, 0, scope, described)
-        connection, _ = caller.call(self.settings.address, secrets.token_bytes(16), settings)
-        return PeerChannel(connection)
+        connection, welcome = caller.call(self.settings.address, secrets.token_bytes(16), settings)
+        return PeerChannel(connection, welcome.encodings)
 
     def _take(self, space: SpaceRef | None, deadline: float) -> PeerChannel:
         scope, now = b"" if space is None else space.scope, time.monotonic()

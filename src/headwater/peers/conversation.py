@@ -33,6 +33,8 @@ class Conversation:
         self.extra = ExtraConnections()
         self.writer: RemoteWriter | None = None
         """Where the peer is written to; None where everything goes over the connection."""
+        self.encodings = 0
+        """Of the tiles that the peer takes: see `Welcome.encodings`."""
         self.silence_s = 5.0
         """A peer that hears nothing for so long gives up."""
         self.num_failures = 0
@@ -70,7 +72,7 @@ class Conversation:
                 writer.close()
         for number in range(1, min(self._settings.connections, MAX_LINK_CONNECTIONS) if self.writer is None else 1):
             self.extra.add(self._caller.call(self._address, session, self._settings, number)[0])
-        self.silence_s = max(0.2, welcome.silence_ms / 1000)
+        self.silence_s, self.encodings = max(0.2, welcome.silence_ms / 1000), welcome.encodings
         self._last_sent_s = time.monotonic()
         return True
 

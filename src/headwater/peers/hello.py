@@ -33,7 +33,7 @@ MAX_LINK_CONNECTIONS = 4
 
 _GREETING = struct.Struct("<HBx32s")
 _HELLO = struct.Struct("<HBBBxxx16sQQ32s32sI")
-_WELCOME = struct.Struct("<HBxIQ")
+_WELCOME = struct.Struct("<HBBIQ")
 _CLIENT, _SERVER = b"headwater peer caller v1\0", b"headwater peer listener v1\0"
 _NO_PROOF = bytes(PROOF_BYTES)
 
@@ -176,10 +176,13 @@ class Welcome:
     """What all peers together may have pending here."""
     carrier: int = 0
     """One of `CarrierBit`, or 0."""
+    encodings: int = 0
+    """`encoding_bits` of the tiles that it takes and sends. 0: it has never heard of them, so that no frame to it may
+    name one; all tiles are raw."""
 
     def encode(self, greeting: bytes, hello: bytes, secret: bytes | None) -> bytes:
         """The meta part of a WELCOME frame."""
-        body = _WELCOME.pack(VERSION, self.carrier, self.silence_ms, self.share_bytes)
+        body = _WELCOME.pack(VERSION, self.carrier, self.encodings, self.silence_ms, self.share_bytes)
         return prove(secret, _SERVER, greeting + hello, body) + body
 
     @classmethod
@@ -193,8 +196,8 @@ class Welcome:
             )
         if len(body) != _WELCOME.size:
             raise WireError("a welcome has the wrong size")
-        _, carrier, silence_ms, share_bytes = _WELCOME.unpack(body)
-        return cls(silence_ms, share_bytes, carrier)
+        _, carrier, encodings, silence_ms, share_bytes = _WELCOME.unpack(body)
+        return cls(silence_ms, share_bytes, carrier, encodings)
 
 
 def prove(secret: bytes | None, end: bytes, received: bytes, sent: bytes) -> bytes:

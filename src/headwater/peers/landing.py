@@ -37,6 +37,7 @@ class PushedChunk:
 
     space: Space
     chunk: ChunkRef
+    encoding: int
     server: int
     num_bytes: int
     tiles_left: int
@@ -83,22 +84,36 @@ class Landing:
 
     # ---- reserving ----------------------------------------------------------------------------------------------
     def reserve(
-        self, session: object, server: int, space: Space, chunks: Sequence[ChunkRef], shard: Shard
+        self,
+        session: object,
+        server: int,
+        space: Space,
+        chunks: Sequence[ChunkRef],
+        encodings: Sequence[int],
+        shard: Shard,
     ) -> list[PushedPart | Status]:
-        """A part to fill for each chunk, or why there is none: EXISTS, BUSY, FULL, NO_PARENT, TIMEOUT. OK as a status:
-        this rank is to send nothing of it. Waits for nobody but the pool's lock, and that briefly."""
+        """A part to fill for each chunk, stored so, or why there is none: EXISTS, BUSY, FULL, NO_PARENT, TIMEOUT; LOST
+        where this very server's last attempt at it is not over, or is in another encoding: it may ask again. OK as a
+        status: this rank is to send nothing of it. Waits for nobody but the pool's lock, and that briefly."""
         with self._reserving:
             found: list[PushedPart | Status] = [Status.EXISTS if there else Status.OK for there in space.exists(chunks)]
             with self._lock:
-                self._claim(found, server, space, chunks, shard)
+                self._claim(found, server, space, chunks, encodings, shard)
             wanted = [i for i, status in enumerate(found) if status == Status.OK]
             if wanted:
-                self._open(found, wanted, session, server, space, chunks, shard)
-        self.counts.update(f"chunks_{s.name.lower()}" for s in found if isinstance(s, Status) and s != Status.OK)
+                self._open(found, wanted, session, server, space, chunks, encodings, shard)
+        named = [s for s in found if isinstance(s, Status) and s not in (Status.OK, Status.LOST)]
+        self.counts.update(f"chunks_{status.name.lower()}" for status in named)
         return found
 
     def _claim(
-        self, found: list[PushedPart | Status], server: int, space: Space, chunks: Sequence[ChunkRef], shard: Shard
+        self,
+        found: list[PushedPart | Status],
+        server: int,
+        space: Space,
+        chunks: Sequence[ChunkRef],
+        encodings: Sequence[int],
+        shard: Shard,
     ) -> None:
         """Mark what another server or session fills as BUSY, and what has no room in the peers' share as FULL."""
         room = self.share_bytes - self._pending_bytes
@@ -108,13 +123,15 @@ class Landing:
             filling = self._fillings.get(chunk.key)
             if filling is not None:
                 owned = shard.owned(chunk.number)[0]
-                is_taken = filling.is_dead or any(_overlap(owned, part.shard) for part in filling.parts)
+                is_taken = any(_overlap(owned, part.shard) for part in filling.parts)
                 # Another length, say, would lie beyond the end of the extent.
                 is_other = filling.chunk != chunk or filling.space is not space or filling.server != server
-                if is_taken or is_other:
+                if not is_other and (filling.is_dead or filling.encoding != encodings[i]):
+                    found[i] = Status.LOST
+                elif is_taken or is_other or filling.is_dead:
                     found[i] = Status.BUSY
                 continue
-            room -= stored_extent_bytes(space.spec, chunk.num_tokens)
+            room -= stored_extent_bytes(space.spec, chunk.num_tokens, encodings[i])
             if room < 0:
                 found[i] = Status.FULL
 
@@ -126,9 +143,11 @@ class Landing:
         server: int,
         space: Space,
         chunks: Sequence[ChunkRef],
+        encodings: Sequence[int],
         shard: Shard,
     ) -> None:
-        opened = space.reserve([chunks[i] for i in wanted], Shard(range(1), range(1)), deadline_s=RESERVE_S)
+        some, forms = [chunks[i] for i in wanted], [encodings[i] for i in wanted]
+        opened = space.reserve(some, Shard(range(1), range(1)), encodings=forms, deadline_s=RESERVE_S)
         try:
             places, noted = self._look_at(space, opened)
         except BaseException:
@@ -146,7 +165,9 @@ class Landing:
                     # A record of this process that nobody fills: its abort came too late, or has not come yet.
                     found[i] = Status.BUSY
                 else:
-                    found[i] = self._part(filling, session, server, space, chunk, owned, reservation, place)
+                    if filling is None:
+                        filling = self._begin(server, space, chunk, encodings[i])
+                    found[i] = self._part(filling, session, owned, reservation, place)
                     continue
                 refused.append(reservation)
         if refused:
@@ -162,23 +183,18 @@ class Landing:
         whole = Shard(range(space.spec.num_layers), range(space.spec.num_kv_heads))
         return places, dict(zip(good, space.noted([opened[row] for row in good], whole), strict=True))
 
+    def _begin(self, server: int, space: Space, chunk: ChunkRef, encoding: int) -> PushedChunk:
+        """Under the lock: a chunk whose first part comes."""
+        size = stored_extent_bytes(space.spec, chunk.num_tokens, encoding)
+        begun = self._fillings[chunk.key] = PushedChunk(space, chunk, encoding, server, size, space.spec.num_tiles)
+        self._pending_bytes += size
+        self.counts["chunks_begun"] += 1
+        return begun
+
     def _part(
-        self,
-        filling: PushedChunk | None,
-        session: object,
-        server: int,
-        space: Space,
-        chunk: ChunkRef,
-        owned: Shard,
-        reservation: Reservation,
-        place: Place,
+        self, filling: PushedChunk, session: object, owned: Shard, reservation: Reservation, place: Place
     ) -> PushedPart:
         """Under the lock: a session's part of a chunk, the chunk's first one or a further one."""
-        if filling is None:
-            size = stored_extent_bytes(space.spec, chunk.num_tokens)
-            filling = self._fillings[chunk.key] = PushedChunk(space, chunk, server, size, space.spec.num_tiles)
-            self._pending_bytes += size
-            self.counts["chunks_begun"] += 1
         part = PushedPart(filling, session, owned, reservation, place, owned.num_tiles)
         filling.parts.append(part)
         if not owned.num_tiles:  # reserved all the same: what follows needs a parent

@@ -8,6 +8,7 @@ is slow costs no memory; one that stops costs this thread one deadline, and the 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import threading
@@ -25,12 +26,19 @@ from headwater.kv.topology import Shard
 from headwater.peers.address import PeerAddress
 from headwater.peers.caller import LinkSettings, PeerCaller
 from headwater.peers.conversation import Conversation
-from headwater.peers.outgoing import PushBatch, PushTransfer, Sent, consecutive, settle_put
+from headwater.peers.outgoing import (
+    PushBatch,
+    PushTransfer,
+    Sent,
+    announced_encodings,
+    consecutive,
+    settle_put,
+)
 from headwater.peers.tiles import Held, Layout, alike, layouts_of, pieces_of
 from headwater.peers.wire import Data, Put, Refusal, Stop, Type, encode_frame
 from headwater.peers.write_queue import WriteQueue
 from headwater.pool.space import Space
-from headwater.stores.base import Place, Status
+from headwater.stores.base import Loan, Status
 
 log = logging.getLogger("headwater")
 
@@ -57,10 +65,13 @@ class PeerLink:
         caller: PeerCaller,
         settings: LinkSettings,
         counts: Counter[str],
+        *,
+        on_device: bool = False,
     ) -> None:
         self.address = address
         self._space = space
         self._shard = shard
+        self._on_device = on_device
         self._mine = replace(shard, replicas=1, replica=0)
         """All that this rank has, whichever of its replicas sends it."""
         self._caller = caller
@@ -135,6 +146,8 @@ class PeerLink:
                 return
             poller.register(self._talk.connection.fileno(), select.POLLIN)
         wait_s = min(self._talk.silence_s / 4, 1.0) if self._batches or self._talk.awaits else 10.0
+        due_s = min([batch.ask_at_s for batch in self._batches if not batch.number], default=math.inf)
+        wait_s = max(0.0, min(wait_s, due_s - time.monotonic()))
         if not self._inbox:
             poller.poll(wait_s * 1000)
         try:
@@ -153,6 +166,8 @@ class PeerLink:
         for batch in [b for b in self._batches if now - b.transfer.used_s > _PATIENCE_S]:
             self._counts["chunks_stale"] += batch.drop_from(0)
             self._finish(batch)
+        for batch in [b for b in self._batches if not b.number and b.ask_at_s <= now]:
+            self._ask(batch)
         self._talk.check_answers()
         if self._batches:
             self._talk.stay_heard()
@@ -164,9 +179,7 @@ class PeerLink:
             self._counts["chunks_dropped"] += batch.drop_from(0)
             batch.transfer.tell()
             return
-        self._batches.append(batch)
-        for i, chunk in enumerate(batch.chunks):
-            self._by_key.setdefault(chunk.key, []).append((batch, i))
+        self._follow(batch)
         self._ask(batch)
         # Before the peer has answered, where little is wasted should it have them: a write asks first, in any case.
         size = self._space.spec.extent_bytes(sum([chunk.num_tokens for chunk in batch.chunks]))
@@ -206,21 +219,54 @@ class PeerLink:
             self._finish(batch)
 
     # ---- sending ------------------------------------------------------------------------------------------------
+    def _follow(self, batch: PushBatch) -> None:
+        self._batches.append(batch)
+        for i, chunk in enumerate(batch.chunks):
+            self._by_key.setdefault(chunk.key, []).append((batch, i))
+
     def _ask(self, batch: PushBatch) -> None:
         self._connect()
+        chunks, takes = batch.chunks, self._talk.encodings
+        batch.encodings = announced_encodings(self._space, self._mine, chunks, takes, on_device=self._on_device)
+        self._counts["chunks_unreadable"] += batch.drop_from(len(batch.encodings))
+        if not batch.encodings:
+            self._finish(batch)
+            return
+        chunks = chunks[: len(batch.encodings)]
         batch.number = self._talk.next_number()
         batch.num_tries += 1
-        put = Put(batch.number, batch.transfer.name, batch.chunks, self._shard, batch.root_payload)
+        put = Put(batch.number, batch.transfer.name, chunks, self._shard, batch.root_payload, batch.encodings)
 
         def answered(body: bytes) -> None:
-            if len(body) != len(batch.chunks) or max(body) > max(Status):
+            if len(body) != len(chunks) or max(body) > max(Status):
                 raise WireError("an answer that does not fit its put")
-            self._counts["chunks_refused"] += settle_put(batch, [Status(code) for code in body])
+            num_refused, again = settle_put(batch, [Status(code) for code in body])
+            self._counts["chunks_refused"] += num_refused
             self._counts["chunks_there"] += batch.states.count(Sent.THERE)
             batch.is_announced = True
+            if again is not None:
+                self._put_again(batch, again, is_early=True)
             self._send_present(batch)
 
         self._talk.request(Type.PUT, put.encode(), answered)
+
+    def _put_again(self, batch: PushBatch, first: int, *, is_early: bool = False) -> None:
+        """Chunks from one on are not stored as they were announced, or it is too early for the peer to say whether it
+        wants them: take that back, and announce them once more with the next step."""
+        moved = batch.move_from(first, is_early=is_early)
+        self._counts["chunks_moved"] += len(moved.chunks)
+        self._counts["chunks_dropped"] += moved.states.count(Sent.DROPPED)
+        self._abort(batch, first)
+        if moved.is_open:
+            self._follow(moved)
+        if not batch.is_open:
+            self._finish(batch)
+
+    def _abort(self, batch: PushBatch, first: int) -> None:
+        """Tell the peer that chunks from one on do not come."""
+        if batch.number and self._talk.connection is not None:
+            gone = Stop(batch.number, range(first, len(batch.encodings)))
+            self._talk.request(Type.ABORT, gone.encode(), lambda body: None)
 
     def _send_present(self, batch: PushBatch) -> None:
         """Send what is in the own pool already, whether it was noted here or not."""
@@ -262,32 +308,32 @@ class PeerLink:
     def _send_layers(self, batch: PushBatch, wanted: Sequence[int], layers: range, held: Held | None) -> None:
         """Send a group of layers of some chunks. A chunk that is not in the own pool any more is given up."""
         todo = [i for i in wanted if not batch.states[i].is_final]
-        layouts = layouts_of(self._space.spec, self._shard, [batch.chunks[i] for i in todo], layers)
+        chunks, encodings = [batch.chunks[i] for i in todo], [batch.encodings[i] for i in todo]
+        layouts = layouts_of(self._space.spec, self._shard, chunks, encodings, layers)
         for group in alike(layouts).values():
-            layout, numbers = layouts[group[0]], [todo[at] for at in group]
-            if not layout.num_tiles:
+            layout = layouts[group[0]]
+            numbers = [todo[at] for at in group if not batch.states[todo[at]].is_final]
+            if not layout.num_tiles or not numbers:
                 continue
             if held is not None and held.has(numbers):
-                self._send_lent(batch, numbers, layers, layout, *held.part(numbers, layout.shard.layers))
+                self._send_lent(batch, numbers, layers, layout, held.part(numbers, layout.shard.layers))
                 continue
             loan = self._space.lend([batch.chunks[i] for i in numbers], layout.shard)
             try:
-                self._send_lent(batch, numbers, layers, layout, loan.places, loan.sums)
+                self._send_lent(batch, numbers, layers, layout, loan)
                 self._writes.finish()
             finally:
                 loan.release()
 
-    def _send_lent(
-        self,
-        batch: PushBatch,
-        numbers: Sequence[int],
-        layers: range,
-        layout: Layout,
-        places: Sequence[Place | None],
-        sums: npt.NDArray[np.uint64],
-    ) -> None:
-        """Send lent tiles in frames, over all connections; what could not be lent is given up."""
-        found = [(row, place) for row, place in enumerate(places) if place is not None]
+    def _send_lent(self, batch: PushBatch, numbers: Sequence[int], layers: range, layout: Layout, loan: Loan) -> None:
+        """Send lent tiles in frames, over all connections; what could not be lent is given up, and what is stored in
+        another way than was announced is announced once more."""
+        sums, ends = loan.sums, list[int]()
+        for row, (number, place) in enumerate(zip(numbers, loan.places, strict=True)):
+            if place is None or loan.encodings[row] != batch.encodings[number]:
+                ends.append(row)
+        stop = ends[0] if ends else len(numbers)
+        found = [(row, place) for row, place in enumerate(loan.places[:stop]) if place is not None]
         most = max(1, self._frame_bytes // layout.num_bytes)
         if self._talk.extra.is_open and len(found) * layout.num_bytes >= _DIVIDED_BYTES:
             most = min(most, -(-len(found) // (self._talk.extra.count + 1)))
@@ -307,9 +353,10 @@ class PeerLink:
         finally:
             answers = self._talk.extra.finish()  # the loan ends after this
         self._talk.add_answers(answers)
-        if len(found) < len(numbers):
-            lost = next(number for number, place in zip(numbers, places, strict=True) if place is None)
-            self._give_up(batch, lost, "chunks_evicted")
+        if ends and loan.places[stop] is None:
+            self._give_up(batch, numbers[stop], "chunks_evicted")
+        elif ends:
+            self._put_again(batch, numbers[stop])
 
     def _send_data(
         self,
@@ -368,10 +415,8 @@ class PeerLink:
 
     def _give_up(self, batch: PushBatch, first: int, why: str) -> None:
         self._counts[why] += batch.drop_from(first)
-        if batch.is_announced and batch.is_open and self._talk.connection is not None:
-            self._talk.request(
-                Type.ABORT, Stop(batch.number, range(first, len(batch.chunks))).encode(), lambda body: None
-            )
+        if batch.is_announced and batch.is_open:
+            self._abort(batch, first)
         if not batch.is_open:
             self._finish(batch)
 

@@ -1,4 +1,5 @@
-"""What one rank is pushing: transfers, their batches of chunks, and how far each has come. No sockets in here."""
+"""What one rank is pushing: transfers, their batches of chunks, how they are announced, and how far each has come. No
+sockets in here."""
 
 from __future__ import annotations
 
@@ -8,8 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
+from headwater.kv.topology import Shard
+from headwater.pool.space import Space
 from headwater.stores.base import Status
+
+_MOST_MOVES = 16
+_MOVE_S = 0.02
+"""A peer for which it was too early is asked again so much later, and later each time."""
 
 
 class Sent(Enum):
@@ -20,11 +28,12 @@ class Sent(Enum):
     THERE = auto()  # the peer has it, or somebody else brings it
     DONE = auto()  # all of this rank's tiles are in the peer's pool
     DROPPED = auto()  # it will not come
+    MOVED = auto()  # it was announced once more, in another batch
 
     @property
     def is_final(self) -> bool:
         """Whether nothing more happens to it."""
-        return self in (Sent.THERE, Sent.DONE, Sent.DROPPED)
+        return self in (Sent.THERE, Sent.DONE, Sent.DROPPED, Sent.MOVED)
 
 
 @dataclass(eq=False)
@@ -35,6 +44,8 @@ class PushBatch:
     chunks: tuple[ChunkRef, ...]
     root_payload: bytes = b""
     """How the index describes the root of their chain."""
+    encodings: tuple[int, ...] = ()
+    """By chunk: how its tiles were announced to be stored."""
     states: list[Sent] = field(init=False)
     ready: list[set[int]] = field(init=False)
     """By chunk: layers that are noted in the own pool, and of which nobody has looked whether they can be sent."""
@@ -43,6 +54,10 @@ class PushBatch:
     number: int = 0
     """Of its put on the connection of now."""
     num_tries: int = 0
+    num_moves: int = 0
+    """How often its chunks were announced before, in other batches."""
+    ask_at_s: float = 0.0
+    """Not to be announced before."""
     is_announced: bool = False
 
     def __post_init__(self) -> None:
@@ -61,6 +76,20 @@ class PushBatch:
     def is_open(self) -> bool:
         """Whether something of it is still to come."""
         return any(not state.is_final for state in self.states)
+
+    def move_from(self, first: int, *, is_early: bool) -> PushBatch:
+        """Chunks from one on, up to those that are dropped, as a batch of their own behind this one, to be announced
+        once more: at once, or a moment later. Dropped where that was done too often."""
+        stop = next((i for i in range(first, len(self.chunks)) if self.states[i] is Sent.DROPPED), len(self.chunks))
+        moved = PushBatch(self.transfer, self.chunks[first:stop], self.root_payload)
+        moved.num_tries, moved.num_moves = self.num_tries - 1, self.num_moves + 1
+        self.transfer.batches.insert(self.transfer.batches.index(self) + 1, moved)
+        self.states[first:stop] = [Sent.MOVED] * (stop - first)
+        if is_early:
+            moved.ask_at_s = time.monotonic() + _MOVE_S * moved.num_moves
+        if moved.num_moves > _MOST_MOVES:
+            moved.drop_from(0)
+        return moved
 
     def drop_from(self, first: int) -> int:
         """Give up a chunk and what follows it: without it the peer could not find the others. How many those were."""
@@ -96,6 +125,8 @@ class PushTransfer:
         tokens = 0
         for batch in self.batches:
             for chunk, state in zip(batch.chunks, batch.states, strict=True):
+                if state is Sent.MOVED:
+                    continue  # see the next batch
                 if chunk.first_token > tokens or state not in (Sent.THERE, Sent.DONE):
                     return tokens
                 tokens = max(tokens, chunk.first_token + chunk.num_tokens)
@@ -109,18 +140,40 @@ class PushTransfer:
             on_change()
 
 
-def settle_put(batch: PushBatch, statuses: Sequence[Status]) -> int:
-    """Note a peer's answer to a put; how many chunks it has no room for."""
+def announced_encodings(
+    space: Space, shard: Shard, chunks: Sequence[ChunkRef], takes: int, *, on_device: bool
+) -> tuple[int, ...]:
+    """How each chunk is stored in the own pool; of those that it has not begun, how they will be, as far as anybody
+    knows. As many as a peer takes (`Welcome.encodings`), which may not know all encodings."""
+    found = list[int]()
+    for chunk, arrived in zip(chunks, space.arrived(chunks, shard), strict=True):
+        if arrived.is_announced:
+            encoding = arrived.encoding
+        else:
+            wanted = space.encoding(chunk.num_tokens, shard, on_device=on_device)
+            encoding = wanted if takes >> wanted & 1 else RAW
+        if encoding != RAW and not takes >> encoding & 1:
+            break
+        found.append(encoding)
+    return tuple(found)
+
+
+def settle_put(batch: PushBatch, statuses: Sequence[Status]) -> tuple[int, int | None]:
+    """Note a peer's answer to a put: how many chunks it has no room for, and the first one that is to be announced once
+    more, if there is one, since it cannot say yet."""
+    num_refused = 0
     for i, status in enumerate(statuses):
         if batch.states[i].is_final:
             continue
+        if status == Status.LOST:
+            return num_refused, i
         if status == Status.OK:
             batch.states[i] = Sent.WANTED
         elif status in (Status.EXISTS, Status.BUSY):
             batch.states[i] = Sent.THERE
         else:
-            return batch.drop_from(i)
-    return 0
+            num_refused += batch.drop_from(i)
+    return num_refused, None
 
 
 def consecutive(some: set[int], layers: range) -> list[range]:

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import WireError
+from headwater.kv.encoding import RAW
 from headwater.kv.hashing import KEY_BYTES, ChunkRef
 from headwater.kv.topology import Shard
-from headwater.peers.wire import Cursor
+from headwater.peers.wire import Cursor, encoding_bits
 from headwater.stores.base import Run, Status
 from headwater.stores.events import Event, EventKind
 from headwater.stores.stats import ChunkInfo
@@ -46,6 +47,7 @@ _EVENT = struct.Struct("<QB8sII32sQ")
 _PLACE = struct.Struct("<Q32s")
 _TAIL, _PINNED, _LEASED = 1, 2, 4
 _MAX_TAILS = 64
+_IS_USE, _TELL_ENCODINGS = 1, 2
 _READ_STATUSES = frozenset((Status.OK, Status.MISS, Status.DAMAGED, Status.TIMEOUT))
 
 
@@ -87,34 +89,51 @@ def decode_run_answer(meta: bytes, num_keys: int) -> Run:
     return Run(length, tuple(tails))
 
 
-def encode_exists(chunks: Sequence[ChunkRef], *, is_use: bool) -> bytes:
-    """EXISTS: which of these are complete below their parents. `is_use` notes a use of those that are."""
-    return _EXISTS.pack(is_use, len(chunks)) + b"".join([chunk.key + chunk.parent for chunk in chunks])
+class Exists(NamedTuple):
+    """EXISTS: which chunks are complete below their parents."""
+
+    pairs: list[tuple[bytes, bytes]]
+    """(key, parent) of each."""
+    is_use: bool = False
+    """To note a use of those that are."""
+    tell_encodings: bool = False
+    """To say how each is stored, too. Not for a listener that knows of no encodings (`Welcome.encodings`)."""
+
+    def encode(self) -> bytes:
+        """The meta part."""
+        flags = _IS_USE * self.is_use | _TELL_ENCODINGS * self.tell_encodings
+        return _EXISTS.pack(flags, len(self.pairs)) + b"".join([key + parent for key, parent in self.pairs])
+
+    @classmethod
+    def decode(cls, meta: bytes) -> Exists:
+        """Read what `encode` wrote. Raises WireError for anything else."""
+        cursor = Cursor(meta)
+        flags, count = cursor.unpack(_EXISTS)
+        raw = cursor.take(2 * KEY_BYTES * _times(count, MAX_KEYS))
+        cursor.end()
+        if flags > _IS_USE | _TELL_ENCODINGS:
+            raise WireError(f"a question with unknown flags {flags}")
+        starts = range(0, len(raw), 2 * KEY_BYTES)
+        pairs = [(raw[at : at + KEY_BYTES], raw[at + KEY_BYTES : at + 2 * KEY_BYTES]) for at in starts]
+        return cls(pairs, bool(flags & _IS_USE), bool(flags & _TELL_ENCODINGS))
 
 
-def decode_exists(meta: bytes) -> tuple[list[tuple[bytes, bytes]], bool]:
-    """([(key, parent)], is_use). Raises WireError."""
-    cursor = Cursor(meta)
-    is_use, count = cursor.unpack(_EXISTS)
-    raw = cursor.take(2 * KEY_BYTES * _times(count, MAX_KEYS))
-    cursor.end()
-    starts = range(0, len(raw), 2 * KEY_BYTES)
-    return [(raw[at : at + KEY_BYTES], raw[at + KEY_BYTES : at + 2 * KEY_BYTES]) for at in starts], bool(is_use)
-
-
-def encode_ages(used_ns: Sequence[int]) -> bytes:
-    """When chunks were last used, 0 for those that are not there, as seconds ago."""
+def encode_ages(used_ns: Sequence[int], encodings: Sequence[int] = ()) -> bytes:
+    """When chunks were last used, 0 for those that are not there, as seconds ago; and how each is stored, if that was
+    asked."""
     now = time.time_ns()
     seconds = [0 if not at else 1 + max(0, min((now - at) // 10**9, (1 << 32) - 2)) for at in used_ns]
-    return np.array(seconds, "<u4").tobytes()
+    return np.array(seconds, "<u4").tobytes() + bytes(encodings)
 
 
-def decode_ages(meta: bytes, count: int) -> list[int]:
-    """The same in this host's nanoseconds since the epoch. Raises WireError."""
-    if len(meta) != 4 * count:
-        raise WireError(f"an answer about {len(meta) // 4} chunks of {count}")
-    now = time.time_ns()
-    return [0 if not age else max(1, now - (age - 1) * 10**9) for age in np.frombuffer(meta, "<u4").tolist()]
+def decode_ages(meta: bytes, count: int, *, has_encodings: bool = False) -> tuple[list[int], list[int]]:
+    """The same in this host's nanoseconds since the epoch, and the encodings: all raw where none were asked. Raises
+    WireError."""
+    if len(meta) != (5 if has_encodings else 4) * count:
+        raise WireError(f"an answer of {len(meta)} bytes about {count} chunks")
+    now, raw = time.time_ns(), np.frombuffer(meta, "<u4", count)
+    ages = [0 if not age else max(1, now - (age - 1) * 10**9) for age in raw.tolist()]
+    return ages, list(meta[4 * count :]) or [RAW] * count
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -127,13 +146,17 @@ class Read:
     """Tiles in one piece only: parts of them are the caller's business."""
     within_ms: int
     """After so long nobody waits for it any more."""
+    takes: tuple[int, ...] = ()
+    """By chunk: in which encodings its tiles may come, as bits (`wire.encoding_bits`). None at all: raw, and the
+    answer says nothing about encodings, as a listener wants it that knows of none."""
 
     def encode(self) -> bytes:
         """The meta part."""
         first, last, layers, heads = self.chunks[0], self.chunks[-1], self.shard.layers, self.shard.heads
         place = first.root, first.parent, first.number, len(self.chunks), last.num_tokens
         tiles = layers.start, layers.stop, layers.step, heads.start, heads.stop
-        return _READ.pack(*place, *tiles, self.within_ms) + b"".join([chunk.key for chunk in self.chunks])
+        keys = b"".join([chunk.key for chunk in self.chunks])
+        return _READ.pack(*place, *tiles, self.within_ms) + keys + bytes(self.takes)
 
     @classmethod
     def decode(cls, meta: bytes, chunk_tokens: int, num_layers: int, num_heads: int) -> Read:
@@ -143,6 +166,7 @@ class Read:
             cursor.take(_READ.size)
         )
         keys = cursor.take(KEY_BYTES * _times(count, MAX_KEYS))
+        takes = tuple(cursor.take(0 if cursor.is_at_end else count))
         cursor.end()
         fits = start < stop <= num_layers and step > 0 and head < heads_stop <= num_heads
         if not fits or not count or not 1 <= last <= chunk_tokens or number + count >= 1 << 32:
@@ -155,21 +179,41 @@ class Read:
             tokens = last if i == count - 1 else chunk_tokens
             chunks.append(ChunkRef(key, parent, number + i, (number + i) * chunk_tokens, tokens, root))
             parent = key
-        return cls(tuple(chunks), Shard(range(start, stop, step), range(head, heads_stop)), within)
+        return cls(tuple(chunks), Shard(range(start, stop, step), range(head, heads_stop)), within, takes)
 
 
-def encode_read_answer(statuses: Sequence[Status], sums: Sequence[npt.NDArray[np.uint64]]) -> bytes:
-    """A status for each chunk, and the checksums of the tiles of those that are OK, which follow as data."""
-    return bytes(statuses) + b"".join([np.ascontiguousarray(row, "<u8").tobytes() for row in sums])
+def encode_read_answer(
+    statuses: Sequence[Status], sums: Sequence[npt.NDArray[np.uint64]], encodings: Sequence[int] = ()
+) -> bytes:
+    """A status for each chunk, its encoding where the request says which it takes, and the checksums of the tiles of
+    those that are OK, which follow as data."""
+    rows = [np.ascontiguousarray(row, "<u8").tobytes() for row in sums]
+    return bytes(statuses) + bytes(encodings) + b"".join(rows)
 
 
-def decode_read_answer(meta: bytes, count: int, num_tiles: int) -> tuple[list[Status], npt.NDArray[np.uint64]]:
-    """(statuses, checksums of those that are OK as (chunks, tiles)). Raises WireError."""
+class ReadAnswer(NamedTuple):
+    """What a peer says before the tiles that it sends."""
+
+    statuses: list[Status]
+    encodings: list[int]
+    """By chunk."""
+    sums: npt.NDArray[np.uint64]
+    """Of the chunks that are OK: (chunks, tiles)."""
+
+
+def decode_read_answer(meta: bytes, read: Read) -> ReadAnswer:
+    """Read the answer to a request. Raises WireError, also for tiles in an encoding that it does not take."""
+    count, num_tiles, sized = len(read.chunks), read.shard.num_tiles, len(read.takes)
     statuses = decode_statuses(meta[:count], count)
-    sums = meta[count:]
-    if len(sums) != 8 * num_tiles * statuses.count(Status.OK):
+    encodings = list(meta[count : count + sized]) or [RAW] * count
+    sums = meta[count + sized :]
+    if len(encodings) != count or len(sums) != 8 * num_tiles * statuses.count(Status.OK):
         raise WireError("an answer whose checksums do not fit its chunks")
-    return statuses, np.frombuffer(sums, "<u8").reshape(-1, num_tiles)
+    takes = read.takes or [encoding_bits([RAW])] * count
+    for status, encoding, bits in zip(statuses, encodings, takes, strict=True):
+        if status == Status.OK and not bits >> encoding & 1:
+            raise WireError(f"tiles in encoding {encoding}, which were not asked for")
+    return ReadAnswer(statuses, encodings, np.frombuffer(sums, "<u8").reshape(-1, num_tiles))
 
 
 def decode_statuses(meta: bytes, count: int) -> list[Status]:

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import WireError
-from headwater.kv.encoding import stored_tile_bytes
+from headwater.kv.encoding import RAW, stored_tile_bytes
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.peers.channels import Channels
 from headwater.peers.pull_wire import Read, decode_read_answer, decode_statuses
-from headwater.peers.wire import Type
+from headwater.peers.wire import Type, encoding_bits
 from headwater.stores.base import RootRef, Status, Tiles
 from headwater.stores.workers import run_in_threads
 
@@ -34,6 +34,10 @@ class Wanted(NamedTuple):
     chunk: ChunkRef
     shard: Shard
     tiles: Tiles
+    encoding: int = RAW
+    """Of tiles that go there."""
+    others: int = 0
+    """Further encodings that are taken, into memory of their own: see `wire.encoding_bits`."""
 
 
 class Got(NamedTuple):
@@ -42,6 +46,9 @@ class Got(NamedTuple):
     status: Status
     sums: npt.NDArray[np.uint64] | None = None
     """Of its tiles in [layer][head] order, where the status is OK."""
+    encoding: int = RAW
+    tiles: Tiles | None = None
+    """Where they are."""
 
 
 Answered = Callable[[int, Got], None]
@@ -77,10 +84,12 @@ def _tiles(shard: Shard) -> tuple[int, int, int, int, int]:
     return shard.layers.start, shard.layers.stop, shard.layers.step, shard.heads.start, shard.heads.stop
 
 
-def _request(wanted: Sequence[Wanted], batch: Sequence[int], deadline: float) -> Read:
+def _request(wanted: Sequence[Wanted], batch: Sequence[int], deadline: float, encodings: int) -> Read:
+    """`encodings`: of the peer (`Welcome.encodings`)."""
     shard = Shard(wanted[batch[0]].shard.layers, wanted[batch[0]].shard.heads)
     within_ms = int(max(1.0, 1000 * (deadline - time.monotonic())))
-    return Read(tuple(wanted[i].chunk for i in batch), shard, min(within_ms, 1 << 31))
+    takes = [encoding_bits([wanted[i].encoding]) | wanted[i].others for i in batch] if encodings else []
+    return Read(tuple(wanted[i].chunk for i in batch), shard, min(within_ms, 1 << 31), tuple(takes))
 
 
 def _pull(
@@ -92,18 +101,30 @@ def _pull(
     answered: Answered,
 ) -> None:
     with channels.use(root.space, deadline) as channel:
-        read = _request(wanted, batch, deadline)
+        read = _request(wanted, batch, deadline, channel.encodings)
         header, meta = channel.ask(Type.READ, read.encode(), deadline)
-        statuses, sums = decode_read_answer(meta, len(batch), read.shard.num_tiles)
-        good = [i for i, status in zip(batch, statuses, strict=True) if status == Status.OK]
-        spec = root.space.spec
-        size = sum([read.shard.num_tiles * stored_tile_bytes(spec, wanted[i].chunk.num_tokens) for i in good])
-        targets = [target for i in good for target in _targets(wanted[i].tiles)]
+        answer, spec = decode_read_answer(meta, read), root.space.spec
+        sums, size, got = iter(answer.sums), 0, list[Got]()
+        for i, status, encoding in zip(batch, answer.statuses, answer.encodings, strict=True):
+            if status != Status.OK:
+                got.append(Got(status))
+                continue
+            tile_bytes = stored_tile_bytes(spec, wanted[i].chunk.num_tokens, encoding)
+            size += read.shard.num_tiles * tile_bytes
+            got.append(Got(status, next(sums), encoding, _place(wanted[i], encoding, tile_bytes)))
+        targets = [target for item in got if item.tiles is not None for target in _targets(item.tiles)]
         if header.data_bytes != size or size != sum([len(target) for target in targets]):
             raise WireError(f"an answer of {header.data_bytes} bytes; expected {size}")
         channel.connection.receive_into(targets, deadline)
-    for i, status in zip(batch, statuses, strict=True):
-        answered(i, Got(status, sums[good.index(i)]) if status == Status.OK else Got(status))
+    for i, item in zip(batch, got, strict=True):
+        answered(i, item)
+
+
+def _place(wanted: Wanted, encoding: int, tile_bytes: int) -> Tiles:
+    """Where tiles go that come in an encoding which was asked for."""
+    if encoding == wanted.encoding:
+        return wanted.tiles
+    return np.empty((*wanted.tiles.shape[:2], tile_bytes), np.uint8)
 
 
 def _targets(tiles: Tiles) -> list[memoryview]:
@@ -115,5 +136,5 @@ def _targets(tiles: Tiles) -> list[memoryview]:
 def judge(channels: Channels, root: RootRef, item: Wanted, deadline: float) -> Status:
     """Have the peer look at its own copy of some tiles, which did not verify here; it removes what is damaged."""
     with channels.use(root.space, deadline) as channel:
-        _, meta = channel.ask(Type.JUDGE, _request([item], [0], deadline).encode(), deadline)
+        _, meta = channel.ask(Type.JUDGE, _request([item], [0], deadline, 0).encode(), deadline)
         return decode_statuses(meta, 1)[0]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headwater.errors import PeerError, PeerRefusedError, WireError
-from headwater.kv.encoding import RAW
+from headwater.kv.encoding import stored_tile_bytes
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.peers.carriers.tcp import Connection
@@ -43,6 +43,7 @@ class OpenPut:
     """Chunks that a session has announced."""
 
     chunks: tuple[ChunkRef, ...]
+    encodings: tuple[int, ...]
     shard: Shard
     parts: list[PushedPart | Status]
 
@@ -168,9 +169,12 @@ class PushSession:
         spec, shard = self._space.spec, put.shard
         if shard.layers.stop > spec.num_layers or shard.heads.stop > spec.num_kv_heads or not shard.num_tiles:
             raise WireError(f"a put of layers {shard.layers} and heads {shard.heads} of {spec}")
+        for tokens, encoding in {(c.num_tokens, e) for c, e in zip(put.chunks, put.by_chunk, strict=True)}:
+            if not stored_tile_bytes(spec, tokens, encoding):
+                raise WireError(f"a put of {tokens} tokens in encoding {encoding}, which is not defined for {spec}")
         with self._lock:
-            if put.encoding != RAW or put.put in self._puts or put.put in self._opening:
-                raise WireError("a put in an unknown encoding, or under a number that is taken")
+            if put.put in self._puts or put.put in self._opening:
+                raise WireError("a put under a number that is taken")
             num_chunks = sum([len(other.chunks) for other in self._puts.values()])
             if len(self._puts) + len(self._opening) >= MAX_PUTS or num_chunks > MAX_OPEN_CHUNKS:
                 raise PeerRefusedError(f"{MAX_PUTS} puts, or {MAX_OPEN_CHUNKS} chunks, are open", Refusal.TOO_MANY)
@@ -179,14 +183,14 @@ class PushSession:
         is_open = False
         try:
             self._space.adopt(put.chunks[0].root, put.root_payload)
-            parts = self._landing.reserve(self, self.hello.server, self._space, put.chunks, shard)
+            parts = self._landing.reserve(self, self.hello.server, self._space, put.chunks, put.by_chunk, shard)
             there = [chunk for chunk, part in zip(put.chunks, parts, strict=True) if part == Status.EXISTS]
             if there:  # about to be read: not the next to be evicted
                 self._space.lease(Match((there[-1],)), f"peer-{id(self)}", is_hit=False).release()
             with self._lock:
                 is_open = not self._is_over
                 if is_open:
-                    self._puts[put.put] = OpenPut(put.chunks, shard, parts)
+                    self._puts[put.put] = OpenPut(put.chunks, put.by_chunk, shard, parts)
         finally:
             with self._lock:
                 self._opening.discard(put.put)
@@ -237,7 +241,8 @@ class PushSession:
         put, spec = self._puts.get(data.put), self._space.spec
         if put is None or data.chunks[-1] >= len(put.chunks) or data.layers.stop > spec.num_layers:
             raise WireError("data of chunks or layers that were not put")
-        layouts = layouts_of(spec, put.shard, [put.chunks[number] for number in data.chunks], data.layers)
+        chunks, encodings = [put.chunks[n] for n in data.chunks], [put.encodings[n] for n in data.chunks]
+        layouts = layouts_of(spec, put.shard, chunks, encodings, data.layers)
         pieces, size, num_sums = list[_Piece](), 0, 0
         for number, layout in zip(data.chunks, layouts, strict=True):
             part = put.parts[number]

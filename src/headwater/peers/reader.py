@@ -25,27 +25,29 @@ from headwater.errors import (
     PeerTimeoutError,
     WireError,
 )
-from headwater.kv.encoding import stored_extent_bytes, stored_tile_bytes
-from headwater.kv.format import checksum, gather_part, part_rows
+from headwater.kv.encoding import ENCODINGS, RAW, can_decode, encoding_of_extent, stored_tile_bytes
 from headwater.kv.hashing import ChunkRef
-from headwater.kv.topology import WHOLE, Shard, Split
+from headwater.kv.spec import KVSpec
+from headwater.kv.topology import WHOLE, Shard
 from headwater.locks import ForkSafeLock
-from headwater.peers.channels import Channels, ChannelSettings
+from headwater.peers.channels import Channels, ChannelSettings, PeerChannel
 from headwater.peers.follow import PeerFollower
 from headwater.peers.pull_wire import (
     MAX_KEYS,
     UNSPECIFIED,
+    Exists,
     PageReader,
     decode_ages,
     decode_run_answer,
-    encode_exists,
     encode_run,
 )
 from headwater.peers.pulling import Got, Wanted, judge, pull
-from headwater.peers.wire import Refusal, Type
+from headwater.peers.wire import Refusal, Type, encoding_bits
 from headwater.stores.base import (
     Filling,
+    Form,
     Lease,
+    Packing,
     Piece,
     Progress,
     RootRef,
@@ -56,8 +58,10 @@ from headwater.stores.base import (
     check_extents,
 )
 from headwater.stores.breaker import CircuitBreaker
+from headwater.stores.decode import settle_tiles, takes_stored
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.memory import Memory
+from headwater.stores.remote.plan import is_right
 from headwater.stores.remote.store import DEFAULT_DEADLINE_S, DEFAULT_LOOKUP_S
 from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
 from headwater.stores.url import StoreUrl
@@ -89,6 +93,7 @@ class PeerStore:
 
     mapped = None
     has_lower_tiers = False
+    packing = Packing.OFF
     max_extent_bytes = max_pending_bytes = 1 << 62
 
     def __init__(self, url: StoreUrl, channels: Channels) -> None:
@@ -125,7 +130,10 @@ class PeerStore:
         """See `stores.base.Store.run`. One question for the whole prompt."""
         now = time.monotonic()
         keys = keys[: min(MAX_KEYS, self._memory.run_limit(keys, now))]
-        run = self._look_up(root.space, Type.RUN, encode_run(root.key, keys), lambda m: decode_run_answer(m, len(keys)))
+        meta = encode_run(root.key, keys)
+        run = self._look_up(
+            root.space, lambda channel, end: decode_run_answer(_asked(channel, Type.RUN, meta, end), len(keys))
+        )
         if run is None:
             return Run(0, ())
         if run.length < len(keys):
@@ -136,9 +144,10 @@ class PeerStore:
         """See `stores.base.Store.exists`."""
         return [bool(age) for age in self._used(root.space, chunks)]
 
-    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
-        """See `stores.base.Source.splits`: tiles travel whole, however the peer stores them."""
-        return [WHOLE if age else None for age in self._used(self._space, chunks)]
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """See `stores.base.ChunkSource.forms`: tiles travel whole, in the encoding that the peer stores them in."""
+        ages, encodings = self._ask_for(self._space, chunks)
+        return [Form(WHOLE, encoding) if age else None for age, encoding in zip(ages, encodings, strict=True)]
 
     def ages(self, keys: Sequence[bytes]) -> list[int]:
         """See `stores.base.Store.ages`: as the peer said when it was asked whether it has them."""
@@ -146,12 +155,25 @@ class PeerStore:
 
     def _used(self, space: SpaceRef | None, chunks: Sequence[ChunkRef], *, is_use: bool = False) -> list[int]:
         """When each chunk was last used there; 0 for those that are not there, or nobody says so in time."""
+        return self._ask_for(space, chunks, is_use=is_use)[0]
+
+    def _ask_for(
+        self, space: SpaceRef | None, chunks: Sequence[ChunkRef], *, is_use: bool = False
+    ) -> tuple[list[int], list[int]]:
+        """`_used`, and in which encoding the peer would send each chunk: one that it stores and can be used here."""
         if not chunks or space is None or len(chunks) > MAX_KEYS:
-            return [0] * len(chunks)
-        meta = encode_exists(chunks, is_use=is_use)
-        ages = self._look_up(space, Type.EXISTS, meta, lambda answer: decode_ages(answer, len(chunks)))
-        if ages is None:
-            return [0] * len(chunks)
+            return [0] * len(chunks), [RAW] * len(chunks)
+        question, count = Exists([(chunk.key, chunk.parent) for chunk in chunks], is_use), len(chunks)
+
+        def ask(channel: PeerChannel, end: float) -> tuple[list[int], list[int]]:
+            has_encodings = channel.encodings > 0
+            meta = _asked(channel, Type.EXISTS, question._replace(tell_encodings=has_encodings).encode(), end)
+            return decode_ages(meta, count, has_encodings=has_encodings)
+
+        found = self._look_up(space, ask)
+        if found is None:
+            return [0] * len(chunks), [RAW] * len(chunks)
+        ages, encodings = found
         with self._lock:
             for chunk, age in zip(chunks, ages, strict=True):
                 self._ages.pop(chunk.key, None)
@@ -159,18 +181,15 @@ class PeerStore:
                     self._ages[chunk.key] = age
             while len(self._ages) > _MOST_AGES:
                 self._ages.popitem(last=False)
-        return ages
+        return ages, [encoding if can_decode(encoding) else RAW for encoding in encodings]
 
-    def _look_up(self, space: SpaceRef, kind: Type, meta: bytes, decode: Callable[[bytes], T]) -> T | None:
+    def _look_up(self, space: SpaceRef, ask: Callable[[PeerChannel, float], T]) -> T | None:
         """One question and its answer; None where there is none in time."""
         end = time.monotonic() + self.lookup_s
 
         def work() -> T:
             with self._channels.use(space, end, is_question=True) as channel:
-                header, answer = channel.ask(kind, meta, end)
-                if header.data_bytes:
-                    raise WireError("an answer has data that was not requested")
-                return decode(answer)
+                return ask(channel, end)
 
         return self._guarded("look-up", space, work, end)
 
@@ -210,13 +229,15 @@ class PeerStore:
         check_extents(chunks, extents)
         spec = root.space.spec
         shard = Shard(range(spec.num_layers), range(spec.num_kv_heads))
-        wanted = {
-            i: Wanted(chunk, shard, extent.reshape(spec.num_layers, spec.num_kv_heads, -1))
-            for i, (chunk, extent) in enumerate(zip(chunks, extents, strict=True))
-            if extent.nbytes == stored_extent_bytes(spec, chunk.num_tokens)
-        }
-        got = self._pull(root, wanted, deadline)
-        outcome = [Filling(*got[i]) if i in got else Filling(Status.MISS) for i in range(len(chunks))]
+        wanted = dict[int, Wanted]()
+        for i, (chunk, extent) in enumerate(zip(chunks, extents, strict=True)):
+            encoding = encoding_of_extent(spec, chunk.num_tokens, extent.nbytes)
+            if encoding is not None:
+                tiles = extent.reshape(spec.num_layers, spec.num_kv_heads, -1)
+                wanted[i] = Wanted(chunk, shard, tiles, encoding)
+        got, outcome = self._pull(root, wanted, deadline), [Filling(Status.MISS)] * len(chunks)
+        for i, item in got.items():
+            outcome[i] = Filling(item.status, item.sums, Form(WHOLE, item.encoding))
         self._count([extent.nbytes for extent in extents], [filling.status for filling in outcome])
         return outcome
 
@@ -231,13 +252,13 @@ class PeerStore:
             wrong = dict[int, Wanted]()
             for i, outcome in got.items():
                 statuses[i] = outcome.status
-                if outcome.status == Status.OK and not _is_right(wanted[i].tiles, outcome):
+                if outcome.status == Status.OK and not _is_right(outcome):
                     self._guard.count(damaged=1)
                     statuses[i] = self._judge(root, wanted[i], deadline)
                     if statuses[i] == Status.OK:  # there; it was damaged on the way
                         statuses[i], wrong[i] = Status.DAMAGED, wanted[i]
-                elif outcome.status == Status.OK:
-                    _settle(spec, pieces[i], wanted[i])
+                elif outcome.status == Status.OK and not _settle(spec, pieces[i], outcome):
+                    statuses[i] = Status.DAMAGED  # right by its checksums, and nothing that anybody writes
             wanted = wrong
             if not wanted:
                 break
@@ -323,7 +344,7 @@ class PeerStore:
         try:
             found = json.loads(meta)
             names = [field.name for field in fields(StoreStats) if field.name not in ("url", "tiers")]
-            figures: dict[str, Any] = {name: int(found[name]) for name in names}
+            figures: dict[str, Any] = {name: int(found[name]) for name in names if name in found}
             return StoreStats(str(self.url), **figures)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise WireError("a peer's figures cannot be read") from error
@@ -393,25 +414,28 @@ class PeerStore:
         return time.monotonic() + min(seconds, 86400.0)
 
 
-def _wanted(spec: Any, piece: Piece) -> Wanted:
+def _asked(channel: PeerChannel, kind: Type, meta: bytes, end: float) -> bytes:
+    header, answer = channel.ask(kind, meta, end)
+    if header.data_bytes:
+        raise WireError("an answer has data that was not requested")
+    return answer
+
+
+def _wanted(spec: KVSpec, piece: Piece) -> Wanted:
     """The whole tiles that a piece needs: its own memory, or scratch memory where it has parts of tiles."""
-    if piece.shard.split.parts == 1:
-        return Wanted(*piece[:3])
-    shape = len(piece.shard.layers), len(piece.shard.heads), stored_tile_bytes(spec, piece.chunk.num_tokens)
-    return Wanted(piece.chunk, piece.shard, np.empty(shape, np.uint8))
+    tiles, others = piece.tiles, encoding_bits(number for number in ENCODINGS if can_decode(number))
+    if not takes_stored(piece.shard, RAW):
+        shape = len(piece.shard.layers), len(piece.shard.heads), stored_tile_bytes(spec, piece.chunk.num_tokens)
+        tiles = np.empty(shape, np.uint8)
+    return Wanted(piece.chunk, piece.shard, tiles, RAW, others)
 
 
-def _is_right(tiles: Tiles, got: Got) -> bool:
-    flat = [tiles[i, j] for i in range(tiles.shape[0]) for j in range(tiles.shape[1])]
-    return got.sums is not None and [checksum(tile) for tile in flat] == got.sums.tolist()
+def _is_right(got: Got) -> bool:
+    return got.tiles is not None and is_right(got.tiles, got.sums)
 
 
-def _settle(spec: Any, piece: Piece, wanted: Wanted) -> None:
-    """Bring the part of verified tiles that a piece is about to its memory."""
-    chunk, shard = piece.chunk, piece.shard
-    if shard.split.parts == 1:
-        return
-    rows = part_rows(shard.split, shard.part, chunk.first_token, chunk.num_tokens)
-    for i in range(len(shard.layers)):
-        for j in range(len(shard.heads)):
-            gather_part(spec, wanted.tiles[i, j], rows, chunk.num_tokens, piece.tiles[i, j])
+def _settle(spec: KVSpec, piece: Piece, got: Got) -> bool:
+    """Bring what a piece is about of verified tiles to its memory. False where they are not readable."""
+    if got.tiles is None or takes_stored(piece.shard, got.encoding):
+        return True
+    return settle_tiles(spec, piece.chunk, piece.shard, got.encoding, got.tiles, piece.tiles)

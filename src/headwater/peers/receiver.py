@@ -26,15 +26,24 @@ from headwater.errors import (
     PeerRefusedError,
     PeerTimeoutError,
 )
+from headwater.kv.encoding import ENCODINGS
 from headwater.peers.address import PeerAddress, is_loopback
 from headwater.peers.caller import check_carrier
 from headwater.peers.carriers import tcp
 from headwater.peers.event_serving import EventSession
-from headwater.peers.hello import CarrierBit, Greeting, Hello, PeerRole, Welcome, new_greeting, open_space
+from headwater.peers.hello import (
+    CarrierBit,
+    Greeting,
+    Hello,
+    PeerRole,
+    Welcome,
+    new_greeting,
+    open_space,
+)
 from headwater.peers.landing import Landing
 from headwater.peers.push_session import PushSession
 from headwater.peers.serving import PullSession
-from headwater.peers.wire import Header, Refusal, Type, encode_frame, encode_refusal
+from headwater.peers.wire import Header, Refusal, Type, encode_frame, encode_refusal, encoding_bits
 from headwater.pool.pool import Pool
 from headwater.pool.space import Space
 
@@ -273,7 +282,8 @@ class Receiver:
         if isinstance(session, PushSession) and self.settings.carrier == "nixl":
             carrier = session.choose_carrier(CarrierBit.NIXL)
             deadline = time.monotonic() + HELLO_S
-        welcome = Welcome(int(self.settings.silence_s * 1000), self.landing.share_bytes, carrier)
+        silence_ms = int(self.settings.silence_s * 1000)
+        welcome = Welcome(silence_ms, self.landing.share_bytes, carrier, encoding_bits(ENCODINGS))
         try:
             connection.send(encode_frame(Type.WELCOME, welcome.encode(said, meta, secret)), deadline)
         except PeerError:

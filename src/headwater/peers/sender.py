@@ -64,9 +64,11 @@ class PeerSender:
         server: int | None = None,
         rank: int = 0,
         settings: LinkSettings | None = None,
+        on_device: bool = False,
     ) -> None:
-        """`server`: the writer group that all ranks of this server share; alone, a random one. Raises
-        InvalidArgumentError where the space's extents cannot be lent, or tokens of a tile are split among ranks."""
+        """`server`: the writer group that all ranks of this server share; alone, a random one. `on_device`: whether
+        this rank's KV is saved from a GPU (see `Space.encoding`). Raises InvalidArgumentError where the space's extents
+        cannot be lent, or tokens of a tile are split among ranks."""
         if not space.mapped or shard.split.parts != 1:
             raise InvalidArgumentError(
                 "a push reads whole tiles in place: the first tier must be shm:// (or memory://), and the layout must "
@@ -75,6 +77,7 @@ class PeerSender:
         self._space = space
         self._shard = shard
         self._settings = settings or LinkSettings()
+        self._on_device = on_device
         self._caller = PeerCaller(
             PeerRole.PUSH, server or secrets.randbits(62) | 1, rank, scope_of(space), describe_space(space)
         )
@@ -211,7 +214,13 @@ class PeerSender:
             if len(self._links) >= MAX_PEERS:
                 return None
             link = self._links[address] = PeerLink(
-                address, self._space, self._shard, self._caller, self._settings, self.counts
+                address,
+                self._space,
+                self._shard,
+                self._caller,
+                self._settings,
+                self.counts,
+                on_device=self._on_device,
             )
         made = self._transfers[name] = link, PushTransfer(name)
         return made

@@ -15,23 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import PeerTimeoutError, WireError
-from headwater.kv.encoding import stored_extent_bytes
+from headwater.kv.encoding import RAW, stored_extent_bytes
 from headwater.kv.hashing import ChunkRef
-from headwater.kv.topology import Shard
+from headwater.kv.topology import WHOLE, Shard
 from headwater.peers.carriers.tcp import Connection
 from headwater.peers.hello import Hello
 from headwater.peers.pull_wire import (
     MAX_READ_BYTES,
     UNSPECIFIED,
+    Exists,
     Read,
-    decode_exists,
     decode_run,
     encode_ages,
     encode_read_answer,
     encode_run_answer,
 )
 from headwater.peers.tiles import layouts_of, pieces_of
-from headwater.peers.wire import MAX_DATA_BYTES, Header, Type, encode_frame
+from headwater.peers.wire import MAX_DATA_BYTES, Header, Type, encode_frame, encoding_bits
 from headwater.pool.space import Space
 from headwater.stores.base import Piece, Place, RootRef, Status, Store, Tiles
 from headwater.stores.remote.plan import tile_sums
@@ -95,7 +95,7 @@ class PullSession(PeerSession):
             root, keys = decode_run(meta)
             body = encode_run_answer(self._store.run(self._root(root), keys))
         elif header.type == Type.EXISTS:
-            body = self._exists(*decode_exists(meta))
+            body = self._exists(Exists.decode(meta))
         elif header.type == Type.JUDGE:
             body = bytes(self._judge(self._decode(meta)))
         elif header.type == Type.PING:
@@ -104,22 +104,30 @@ class PullSession(PeerSession):
             raise WireError(f"a {header.type.name} frame is not allowed in a pull")
         connection.send(encode_frame(Type.ANSWER, body, number=header.number), time.monotonic() + _ANSWER_S)
 
-    def _exists(self, pairs: Sequence[tuple[bytes, bytes]], is_use: bool) -> bytes:
-        chunks = [ChunkRef(key, parent, 0, 0, 1, b"") for key, parent in pairs]
+    def _exists(self, asked: Exists) -> bytes:
+        chunks = [ChunkRef(key, parent, 0, 0, 1, b"") for key, parent in asked.pairs]
         keys = [chunk.key for chunk in chunks]
         there = self._store.exists(self._root(b""), chunks)
-        if UNSPECIFIED in [parent for _, parent in pairs]:  # to keep one that was found before
+        if UNSPECIFIED in [chunk.parent for chunk in chunks]:  # to keep one that was found before
             is_pending = self._store.being_filled(keys)
             there = [
                 seen or (c.parent == UNSPECIFIED and not p)
                 for c, seen, p in zip(chunks, there, is_pending, strict=True)
             ]
         used = [age if seen else 0 for age, seen in zip(self._store.ages(keys), there, strict=True)]
-        if is_use:
+        if asked.is_use:
             for chunk, age in zip(chunks, used, strict=True):
                 if age:
                     self._store.touch(chunk.key)
-        return encode_ages(used)
+        return encode_ages(used, self._encodings(chunks) if asked.tell_encodings else ())
+
+    def _encodings(self, chunks: Sequence[ChunkRef]) -> list[int]:
+        """How each chunk's tiles would be sent: as they are stored, where they can be lent."""
+        mapped = self._store.mapped
+        if mapped is None:
+            return [RAW] * len(chunks)
+        forms = mapped.forms(chunks)
+        return [RAW if form is None or form.split != WHOLE else form.encoding for form in forms]
 
     def _root(self, key: bytes) -> RootRef:
         return RootRef(self._space.ref, key, b"")
@@ -135,23 +143,31 @@ class PullSession(PeerSession):
 
     # ---- reading ------------------------------------------------------------------------------------------------
     def _read(self, connection: Connection, number: int, read: Read) -> None:
-        """Send tiles from where they lie; those that cannot be lent (files, tiles in parts) from a verified copy."""
+        """Send tiles from where they lie; those that cannot be lent (files, tiles in parts), or not in an encoding that
+        is taken, from a verified copy that is raw."""
         deadline = time.monotonic() + min(read.within_ms / 1000, _LONGEST_READ_S)
         root, chunks, shard = self._root(read.chunks[0].root), read.chunks, read.shard
         mapped = self._store.mapped
         loan = None if mapped is None else mapped.lend(root, chunks, shard)
+        takes = read.takes or [encoding_bits([RAW])] * len(chunks)
         try:
-            places: Sequence[Place | None] = [None] * len(chunks) if loan is None else loan.places
+            places: list[Place | None] = [None] * len(chunks)
+            encodings = [RAW] * len(chunks)
+            for i, place in enumerate([] if loan is None else loan.places):
+                if loan is not None and takes[i] >> loan.encodings[i] & 1:
+                    places[i], encodings[i] = place, loan.encodings[i] if place is not None else RAW
             rest = [i for i, place in enumerate(places) if place is None]
             copies, statuses = dict[int, Tiles](), [Status.OK] * len(chunks)
             if rest and not self._slow.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise PeerTimeoutError("too many reads at once")
             try:
                 for i in rest:
-                    statuses[i], copies[i] = self._copy(root, chunks[i], shard, deadline)
+                    statuses[i], copies[i] = Status.MISS, np.empty(0, np.uint8)
+                    if takes[i] >> RAW & 1:
+                        statuses[i], copies[i] = self._copy(root, chunks[i], shard, deadline)
                 pieces, sums = list[memoryview](), list[Sums]()
                 spec = self._space.spec
-                for i, layout in enumerate(layouts_of(spec, shard, chunks, range(spec.num_layers))):
+                for i, layout in enumerate(layouts_of(spec, shard, chunks, encodings, range(spec.num_layers))):
                     place = places[i]
                     if place is not None and loan is not None:
                         pieces += pieces_of(place, layout)
@@ -160,8 +176,8 @@ class PullSession(PeerSession):
                         pieces.append(copies[i].reshape(-1).data)
                         sums.append(tile_sums(copies[i]))
                 size = sum([len(piece) for piece in pieces])
-                frame = encode_frame(Type.ANSWER, encode_read_answer(statuses, sums), data_bytes=size, number=number)
-                connection.send(frame, deadline, pieces)
+                answer = encode_read_answer(statuses, sums, encodings if read.takes else ())
+                connection.send(encode_frame(Type.ANSWER, answer, data_bytes=size, number=number), deadline, pieces)
             finally:
                 if rest:
                     self._slow.release()

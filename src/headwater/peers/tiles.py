@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from headwater.kv.encoding import stored_tile_bytes
 from headwater.kv.hashing import ChunkRef
@@ -48,21 +47,23 @@ class Held(NamedTuple):
         places = self.loan.places
         return all(places[self.rows[number]] is not None for number in numbers)
 
-    def part(self, numbers: Sequence[int], layers: range) -> tuple[list[Place | None], npt.NDArray[np.uint64]]:
-        """Places and checksums of some chunks and layers."""
+    def part(self, numbers: Sequence[int], layers: range) -> Loan:
+        """Some chunks and layers of it, which end with the whole."""
         if layers == self.layers and len(numbers) == len(self.rows):
-            return self.loan.places, self.loan.sums
+            return self.loan._replace(lease=None)
         rows = [self.rows[number] for number in numbers]
         columns = [self.layers.index(layer) for layer in layers]
-        return [self.loan.places[row] for row in rows], self.loan.sums[np.ix_(rows, columns)]
+        places, encodings = self.loan.places, self.loan.encodings
+        sums = self.loan.sums[np.ix_(rows, columns)]
+        return Loan(None, [places[row] for row in rows], sums, [encodings[row] for row in rows])
 
 
 @lru_cache(maxsize=1024)
-def _layout(spec: KVSpec, shard: Shard, layers: range, num_tokens: int, turn: int) -> Layout:
+def _layout(spec: KVSpec, shard: Shard, layers: range, num_tokens: int, turn: int, encoding: int) -> Layout:
     mine = shard.owned(turn)[0].layers
     inside = [layer for layer in mine if layer in layers]
     owned = range(inside[0], inside[-1] + 1, mine.step) if inside else range(0)
-    size = stored_tile_bytes(spec, num_tokens)
+    size = stored_tile_bytes(spec, num_tokens, encoding)
     width, heads = spec.num_kv_heads * size, len(shard.heads) * size
     first = shard.heads.start * size
     regions: list[tuple[int, int]] = []
@@ -75,12 +76,15 @@ def _layout(spec: KVSpec, shard: Shard, layers: range, num_tokens: int, turn: in
     return Layout(Shard(owned, shard.heads), tuple(regions), len(owned) * heads)
 
 
-def layouts_of(spec: KVSpec, shard: Shard, chunks: Sequence[ChunkRef], layers: range) -> list[Layout]:
-    """What a rank with this shard sends of some layers of each chunk. Equal ones are the very same object."""
-    made: dict[tuple[int, int], Layout] = {}
+def layouts_of(
+    spec: KVSpec, shard: Shard, chunks: Sequence[ChunkRef], encodings: Sequence[int], layers: range
+) -> list[Layout]:
+    """What a rank with this shard sends of some layers of each chunk, stored so. Equal ones are the very same
+    object."""
+    made: dict[tuple[int, int, int], Layout] = {}
     found = list[Layout]()
-    for chunk in chunks:
-        kind = chunk.num_tokens, chunk.number % shard.replicas
+    for chunk, encoding in zip(chunks, encodings, strict=True):
+        kind = chunk.num_tokens, chunk.number % shard.replicas, encoding
         layout = made.get(kind)
         if layout is None:
             layout = made[kind] = _layout(spec, shard, layers, *kind)

@@ -11,7 +11,7 @@ would verify. Frames of several requests may follow each other; an answer repeat
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import WireError
+from headwater.kv.encoding import RAW
 from headwater.kv.format import checksum
 from headwater.kv.hashing import KEY_BYTES, ChunkRef
 from headwater.kv.topology import Shard
@@ -107,6 +108,11 @@ class Refusal(IntEnum):
     SILENCE = 8  # nothing was heard for too long
 
 
+def encoding_bits(encodings: Iterable[int]) -> int:
+    """Tile encodings as a byte: bit n for encoding n. What a byte has no bit for does not travel."""
+    return sum([1 << number for number in set(encodings) if number < 8])
+
+
 class Header(NamedTuple):
     """The first 32 bytes of a frame, checked against its type's bounds."""
 
@@ -164,9 +170,14 @@ class Cursor:
         """The next fixed fields."""
         return fields.unpack(self.take(fields.size))
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether everything was read."""
+        return self._at == len(self._meta)
+
     def end(self) -> None:
         """Raise WireError unless everything was read."""
-        if self._at != len(self._meta):
+        if not self.is_at_end:
             raise WireError("a frame is longer than it says")
 
 
@@ -184,6 +195,8 @@ def decode_refusal(meta: bytes) -> tuple[int, str]:
 
 # ---- push -------------------------------------------------------------------------------------------------------
 _PUT = struct.Struct("<I16s32s32sIIIIIIIIIIBHI")
+_ALL_RAW, _BY_CHUNK = 0, 255
+"""How a put says its chunks' encodings: not at all, or in a byte for each behind the keys."""
 _DATA = struct.Struct("<IIIII")
 _INDICES = struct.Struct("<II")
 
@@ -201,7 +214,13 @@ class Put:
     """Tiles in one piece only. Of replicas each sends what `Shard.owned` gives it."""
     root_payload: bytes
     """How the chain's root is described in the index."""
-    encoding: int = 0
+    encodings: tuple[int, ...] = ()
+    """By chunk: how its tiles come, and are stored. None at all: raw."""
+
+    @property
+    def by_chunk(self) -> tuple[int, ...]:
+        """The encoding of each chunk."""
+        return self.encodings or (RAW,) * len(self.chunks)
 
     def encode(self) -> bytes:
         """The meta part of a PUT frame."""
@@ -222,11 +241,12 @@ class Put:
             heads.stop,
             shard.replicas,
             shard.replica,
-            self.encoding,
+            _BY_CHUNK if any(self.encodings) else _ALL_RAW,
             len(self.root_payload),
             0,
         )
-        return fixed + self.root_payload + b"".join([chunk.key for chunk in self.chunks])
+        keys = b"".join([chunk.key for chunk in self.chunks])
+        return fixed + self.root_payload + keys + (bytes(self.encodings) if any(self.encodings) else b"")
 
     @classmethod
     def decode(cls, meta: bytes, chunk_tokens: int) -> Put:
@@ -234,14 +254,17 @@ class Put:
         cursor = Cursor(meta)
         try:
             put, transfer, root, parent, number, count, last, *rest = _PUT.unpack(cursor.take(_PUT.size))
-            start, stop, step, head, heads_stop, replicas, replica, encoding, payload_bytes, _ = rest
+            start, stop, step, head, heads_stop, replicas, replica, how, payload_bytes, _ = rest
             if not 1 <= count <= MAX_PUT_CHUNKS or not 1 <= last <= chunk_tokens or payload_bytes > MAX_ROOT_PAYLOAD:
                 raise WireError(f"a put of {count} chunks, the last with {last} tokens, is out of bounds")
             if max(stop, heads_stop) >= 1 << 20 or number + count >= 1 << 32 or not 1 <= replicas <= 1 << 16:
                 raise WireError("a put names layers, heads or chunks out of bounds")
+            if how not in (_ALL_RAW, _BY_CHUNK):
+                raise WireError(f"a put says its encodings in an unknown way ({how})")
             shard = Shard(range(start, stop, step), range(head, heads_stop), replicas=replicas, replica=replica)
             payload = cursor.take(payload_bytes)
             keys = cursor.take(count * KEY_BYTES)
+            encodings = tuple(cursor.take(count if how == _BY_CHUNK else 0))
             cursor.end()
         except WireError:
             raise
@@ -255,7 +278,7 @@ class Put:
             tokens = last if i == count - 1 else chunk_tokens
             chunks.append(ChunkRef(key, parent, number + i, (number + i) * chunk_tokens, tokens, root))
             parent = key
-        return cls(put, transfer, tuple(chunks), shard, payload, encoding)
+        return cls(put, transfer, tuple(chunks), shard, payload, encodings)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,21 +12,24 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import BufferMismatchError, InvalidArgumentError
-from headwater.kv.hashing import KEY_BYTES, ChunkKeys, ChunkRef, Extra, Tokens, root_key
+from headwater.kv.encoding import RAW, packed_or_raw, stored_tile_bytes
+from headwater.kv.hashing import KEY_BYTES, ChunkKeys, ChunkRef, Extra, Tokens
 from headwater.kv.identity import Identity
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard
 from headwater.locks import ForkSafeLock
 from headwater.pool.buffers import Buffer, as_tiles
 from headwater.pool.match import Match, RequestLease, chain_runs
-from headwater.pool.tenants import tenant_salt, tenant_tag
+from headwater.pool.roots import Roots
 from headwater.stores.base import (
     Arrived,
     Fetch,
     Filled,
+    Form,
     Lease,
     Loan,
     MappedStore,
+    Packing,
     Piece,
     Place,
     Reservation,
@@ -37,8 +39,10 @@ from headwater.stores.base import (
     Store,
     Tiles,
 )
+from headwater.stores.encode import pack_piece
 
-_MAX_ROOTS = 65536
+PACKS_ON_DEVICES = False
+"""Whether `packing=auto` packs what a GPU saves. It will when a GPU was measured (docs/packing.md)."""
 _FETCH_S = 2.0
 """How long a read without a deadline waits for lower tiers."""
 
@@ -56,15 +60,13 @@ class Space:
     ) -> None:
         self._store = store
         self._mapped = store.mapped
-        self._tenant_secret = tenant_secret
         self.ref = ref
         self.identity = identity
         self._count = count
-        self._roots: dict[bytes, RootRef] = {}
+        self._roots = Roots(ref, identity, tenant_secret)
         self._leases: dict[str, tuple[Lease, ...]] = {}
         self._pid = os.getpid()
         self._lock = ForkSafeLock()
-        self._any_root = self.root()
 
     @property
     def spec(self) -> KVSpec:
@@ -80,32 +82,16 @@ class Space:
     def root(self, *, tenant: bytes = b"", adapter: bytes = b"") -> RootRef:
         """Where the chains of a tenant and adapter begin. A process that writes chunks whose keys were computed
         elsewhere calls this first."""
-        salt = tenant_salt(self._tenant_secret, tenant)
-        key = root_key(self.identity.digest, self.spec.digest, self.chunk_tokens, salt, adapter)
-        with self._lock:
-            root = self._roots.pop(key, None)
-            if root is None:
-                described = {"chunk_tokens": self.chunk_tokens, "tenant": tenant_tag(tenant)}
-                described |= {"adapter": adapter.hex()[:64], "label": self.identity.label[:128]}
-                payload = json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
-                root = RootRef(self.ref, key, payload)
-                while len(self._roots) >= _MAX_ROOTS:
-                    self._roots.pop(next(iter(self._roots)))
-            self._roots[key] = root  # the last one, now, to be forgotten
-        return root
+        return self._roots.name(tenant, adapter)
 
     def adopt(self, key: bytes, payload: bytes) -> RootRef:
         """A root whose key another host computed: its chunks can be written here from now on. `payload` is that root's
         description there, which `describe` gives."""
-        root = RootRef(self.ref, key, payload)
-        with self._lock:
-            while len(self._roots) >= _MAX_ROOTS:
-                self._roots.pop(next(iter(self._roots)))
-            return self._roots.setdefault(key, root)
+        return self._roots.adopt(key, payload)
 
     def describe(self, key: bytes) -> bytes:
         """How a root that this process has named is described in the index."""
-        return self._root_of(key).payload
+        return self._roots.find(key).payload
 
     def keys(
         self, tokens: Tokens = (), *, tenant: bytes = b"", adapter: bytes = b"", extras: Sequence[Extra] = ()
@@ -121,7 +107,7 @@ class Space:
         last chunk's record lists (eight at most).
         """
         limit = keys.num_tokens if max_tokens is None else min(max_tokens, keys.num_tokens)
-        root = self._root_of(keys.root)
+        root = self._roots.find(keys.root)
         run = self._store.run(root, keys.full[: limit // self.chunk_tokens])
         chunks = keys.refs(run.length)
         room = limit - run.length * self.chunk_tokens
@@ -136,7 +122,7 @@ class Space:
 
     def exists(self, chunks: Sequence[ChunkRef]) -> list[bool]:
         """Whether each chunk is there now, in the tier that chunks are written to."""
-        return self._store.exists(self._any_root, chunks)
+        return self._store.exists(self._roots.any, chunks)
 
     def being_filled(self, chunks: Sequence[ChunkRef]) -> list[bool]:
         """Whether a living process is writing each chunk, which is not complete yet."""
@@ -150,7 +136,7 @@ class Space:
         with self._lock:
             is_hit = is_hit and request_id not in self._own_leases()
         # Always a new one: the chunk that was leased may have been cleared and written again since.
-        leases = [self._store.lease(self._any_root, chunks[-1].key, is_hit=is_hit) for chunks in groups]
+        leases = [self._store.lease(self._roots.any, chunks[-1].key, is_hit=is_hit) for chunks in groups]
         taken = tuple(lease for lease in leases if lease is not None)
         if taken:
             with self._lock:
@@ -213,7 +199,7 @@ class Space:
                 f"one array for {len(chunks)} chunks must be writeable uint8 of shape {(len(chunks), *shape)}, each "
                 f"tile contiguous, and the chunks of one size; got {out.dtype} of shape {out.shape}"
             )
-        root = self._root_or_any(chunks[0].root)
+        root = self._roots.find_or_any(chunks[0].root)
         if keep:
             self._fetch_all(root, chunks, deadline_s)
         statuses = self._store.read_shard(root, chunks, shard, out, deadline_s)
@@ -225,7 +211,7 @@ class Space:
     ) -> list[Status]:
         """Read any mixture of shards of any chunks of this space. `keep`: see `read`."""
         ready = [self._ready(piece) for piece in pieces]
-        root = self._root_or_any(pieces[0].chunk.root) if pieces else self._any_root
+        root = self._roots.find_or_any(pieces[0].chunk.root) if pieces else self._roots.any
         if keep:
             self._fetch_all(root, [piece.chunk for piece in pieces], deadline_s)
         statuses = self._store.read(root, ready, deadline_s)
@@ -239,6 +225,7 @@ class Space:
         tiles: Sequence[Buffer],
         *,
         before: range | None = None,
+        encodings: Sequence[int] | None = None,
         deadline_s: float | None = None,
     ) -> list[Status]:
         """Store this shard's tiles of each chunk. Ranks that hold the same tiles divide them: each writes its share.
@@ -249,20 +236,28 @@ class Space:
 
         A chunk may be written in several groups of layers. From the second group on, pass the layers that were written
         `before`; the status is LOST if the chunk was cleared or aborted since, because it cannot become complete.
+
+        `encodings`: how each chunk's tiles are given, and stored; None: they are raw, and packed here if the pool wants
+        that (`encoding`). All parts of a chunk must be stored alike: a part whose tiles cannot be packed, though others
+        were, is BUSY.
         """
         if len(tiles) != len(chunks):
             raise BufferMismatchError(f"{len(tiles)} buffers were given for {len(chunks)} chunks")
         statuses = [Status.OK] * len(chunks)
         pieces: dict[bytes, list[tuple[int, Piece]]] = {}
         for i, (chunk, buffer) in enumerate(zip(chunks, tiles, strict=True)):
-            whole = as_tiles(buffer, self._shape(chunk, shard), writable=False)
+            given = RAW if encodings is None else encodings[i]
+            whole = as_tiles(buffer, self._shape(chunk, shard, given), writable=False)
             owned, first, step = shard.owned(chunk.number)
             earlier = None if before is None else replace(shard, layers=before).owned(chunk.number)[0].layers
             # Also where this rank writes nothing: a chunk can only be reserved when its parent is.
-            pieces.setdefault(chunk.root, []).append((i, Piece(chunk, owned, whole[first::step], earlier)))
+            piece = Piece(chunk, owned, whole[first::step], earlier, given)
+            if encodings is None and self.encoding(chunk.num_tokens, shard) != RAW:
+                piece = pack_piece(self.spec, piece)
+            pieces.setdefault(chunk.root, []).append((i, piece))
         for root, numbered in pieces.items():
             batch = [piece for _, piece in numbered]
-            outcome = self._store.write(self._root_of(root), batch, deadline_s)
+            outcome = self._store.write(self._roots.find(root), batch, deadline_s)
             self._tally("write", _moved(batch, outcome), outcome)
             for (i, _), status in zip(numbered, outcome, strict=True):
                 statuses[i] = status
@@ -282,7 +277,7 @@ class Space:
     def judge(self, chunk: ChunkRef, shard: Shard, *, deadline_s: float | None = None) -> Status:
         """A copy of a lent chunk did not verify: read it where it was lent. DAMAGED: it was damaged and has been
         removed; MISS: it was evicted meanwhile; OK: the copy was bad."""
-        status = self._store.judge(self._any_root, Piece(chunk, shard, self.empty(chunk, shard)), deadline_s)
+        status = self._store.judge(self._roots.any, Piece(chunk, shard, self.empty(chunk, shard)), deadline_s)
         self._tally("read", 0, [status])
         return status
 
@@ -296,23 +291,30 @@ class Space:
         to do. The caller must `release` the result when the chunks are loaded or no longer needed.
 
         Costs a few microseconds a chunk where the first tier has them all. Does not wait."""
-        return self._store.fetch(self._root_of(chunks[0].root), chunks, deadline_s) if chunks else None
+        return self._store.fetch(self._roots.find(chunks[0].root), chunks, deadline_s) if chunks else None
 
     def segment(self, number: int) -> Tiles | None:
         """See `MappedStore.segment`; None also where the store is not mapped."""
         return None if self._mapped is None else self._mapped.segment(number)
 
     def reserve(
-        self, chunks: Sequence[ChunkRef], shard: Shard, *, deadline_s: float | None = None
+        self,
+        chunks: Sequence[ChunkRef],
+        shard: Shard,
+        *,
+        encodings: Sequence[int] | None = None,
+        deadline_s: float | None = None,
     ) -> list[Reservation]:
-        """Open extents for filling in place (mapped stores only). Close each reservation when its writing has ended."""
+        """Open extents for filling in place (mapped stores only). Close each reservation when its writing has ended.
+        `encodings`: how each chunk's tiles will be stored; None: all raw."""
         mapped = self._in_place("write")
         roots = {chunk.root for chunk in chunks}
         if len(roots) > 1:
             raise InvalidArgumentError("chunks of several tenants or adapters cannot be reserved in one call")
         if not roots:
             return []
-        return list(mapped.reserve(self._root_of(chunks[0].root), chunks, shard.split, deadline_s))
+        forms = [Form(shard.split, encoding) for encoding in encodings or [RAW] * len(chunks)]
+        return list(mapped.reserve(self._roots.find(chunks[0].root), chunks, forms, deadline_s))
 
     def places(self, extents: Sequence[Reservation]) -> list[Place | None]:
         """The addresses of some reserved extents; None for a reservation that has ended."""
@@ -360,7 +362,7 @@ class Space:
 
     def tidy(self) -> None:
         """Free extents in limbo that no process has open any more (mapped stores only)."""
-        self._in_place("write").remove(self._any_root, [])
+        self._in_place("write").remove(self._roots.any, [])
 
     def lend(self, chunks: Sequence[ChunkRef], shard: Shard) -> Loan:
         """Where consecutive chunks of one chain are stored, under one lease (mapped stores only). Chunks that are not
@@ -371,7 +373,7 @@ class Space:
         """
         for chunk in chunks:
             self._shape(chunk, shard)
-        return self._in_place("read").lend(self._any_root, chunks, shard)
+        return self._in_place("read").lend(self._roots.any, chunks, shard)
 
     def arrived(self, chunks: Sequence[ChunkRef], shard: Shard) -> list[Arrived]:
         """How far chunks are that may still be filled, by another process, a peer's receiver or a fetch from a lower
@@ -406,7 +408,7 @@ class Space:
     @contextmanager
     def borrow(self, chunk: ChunkRef, shard: Shard) -> Iterator[Tiles | None]:
         """A verified, read-only view of stored tiles, valid inside the `with`; None if there are none."""
-        outcome = self._in_place("read").borrow(self._any_root, chunk, shard)
+        outcome = self._in_place("read").borrow(self._roots.any, chunk, shard)
         if isinstance(outcome, Status):
             yield None
             return
@@ -429,7 +431,7 @@ class Space:
         if not match.chunks:
             return False
         last = match.chunks[-1]
-        return self._store.pin(self._any_root, last.key, pinned) == Status.OK
+        return self._store.pin(self._roots.any, last.key, pinned) == Status.OK
 
     def _in_place(self, instead: str) -> MappedStore:
         """The store, for what needs mapped memory. Raises InvalidArgumentError where there is none."""
@@ -438,27 +440,20 @@ class Space:
         return self._mapped
 
     # ---- helpers ------------------------------------------------------------------------------------------------
-    def _root_or_any(self, key: bytes) -> RootRef:
-        """For reading, which needs no root; only what is brought to a faster tier does."""
-        with self._lock:
-            return self._roots.get(key, self._any_root)
-
-    def _root_of(self, key: bytes) -> RootRef:
-        root = self._root_or_any(key)
-        if root.key != key:
-            raise InvalidArgumentError(
-                "these chunks belong to another space, or to a tenant or adapter that this process has not named; "
-                "call Space.root(tenant=…, adapter=…) first"
-            )
-        return root
-
     def _ready(self, piece: Piece) -> Piece:
         """The piece with its memory as tiles; the same one where it is so already."""
-        chunk, shard, buffer, _ = piece
+        chunk, shard, buffer, *_ = piece
         tiles = as_tiles(buffer, self._shape(chunk, shard), writable=True)
         return piece if tiles is buffer else Piece(chunk, shard, tiles)
 
-    def _shape(self, chunk: ChunkRef, shard: Shard) -> tuple[int, int, int]:
+    def encoding(self, num_tokens: int, shard: Shard, *, on_device: bool = False) -> int:
+        """How this pool wants new tiles of so many tokens to be stored. `on_device`: a GPU packs them."""
+        packing = self._store.packing
+        pays = not self.mapped or (on_device and PACKS_ON_DEVICES)
+        is_wanted = packing == Packing.ON or (packing == Packing.AUTO and pays)
+        return packed_or_raw(self.spec, num_tokens) if is_wanted and shard.split.parts == 1 else RAW
+
+    def _shape(self, chunk: ChunkRef, shard: Shard, encoding: int = RAW) -> tuple[int, int, int]:
         spec, layers, heads = self.ref.spec, shard.layers, shard.heads
         tokens, number = chunk.num_tokens, chunk.number
         if type(tokens) is not int or not 0 < tokens <= self.ref.chunk_tokens or len(chunk.key) != KEY_BYTES:
@@ -467,6 +462,8 @@ class Space:
             raise InvalidArgumentError(f"chunk {number} does not begin at token {chunk.first_token}")
         if layers.start < 0 or layers.stop > spec.num_layers or heads.start < 0 or heads.stop > spec.num_kv_heads:
             raise InvalidArgumentError(f"{shard} does not fit a model of {spec}")
+        if encoding != RAW:
+            return len(layers), len(heads), stored_tile_bytes(spec, chunk.num_tokens, encoding)
         rows = chunk.num_tokens
         if shard.split.parts > 1:
             rows = shard.num_rows(chunk.first_token, rows)

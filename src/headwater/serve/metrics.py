@@ -58,6 +58,8 @@ ENGINE_METRICS = (
         "Prompt tokens found in the prefix cache or loaded from the pool.",
     ),
     _engine("engine_steps_total", "counter", "num_steps", "Steps of the engine."),
+    _engine("draft_tokens_total", "counter", "num_draft_tokens", "Tokens drafted by speculative decoding."),
+    _engine("accepted_draft_tokens_total", "counter", "num_accepted_tokens", "Drafted tokens that were right."),
 )
 EXPERT_ROWS = Metric(
     "headwater_expert_rows_total",

@@ -252,6 +252,8 @@ def create_engine(config: EngineConfig, progress: Callable[[int, int], None]) ->
             num_prompt_tokens=now.num_prompt_tokens,
             num_cached_tokens=now.num_cached_tokens,
             num_generated_tokens=now.num_generated_tokens,
+            num_draft_tokens=now.num_draft_tokens,
+            num_accepted_tokens=now.num_accepted_tokens,
             num_preemptions=now.num_preemptions,
             num_steps=now.num_steps,
             expert_rows=expert_rows(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -77,6 +77,15 @@ class RootRef:
     payload: bytes
 
 
+class Packing(StrEnum):
+    """Whether new chunks are stored packed: the option `packing` of a URL."""
+
+    AUTO = "auto"
+    """Where it pays: on a GPU, and where a slower wire or a disk follows."""
+    ON = "on"
+    OFF = "off"
+
+
 class Piece(NamedTuple):
     """One shard's part of one chunk, and the caller's memory for it."""
 
@@ -86,6 +95,16 @@ class Piece(NamedTuple):
     before: range | None = None
     """To be written: layers of the same heads that this writer has put into the chunk before, None for its first piece.
     Where they are not there any more, the chunk could never be complete, and the piece is LOST."""
+    encoding: int = RAW
+    """To be written: the tiles are given, and stored, so. What is read is always raw."""
+
+
+class Form(NamedTuple):
+    """How the tiles of a chunk are stored."""
+
+    split: Split = WHOLE
+    """How their checksums divide them."""
+    encoding: int = RAW
 
 
 class Run(NamedTuple):
@@ -146,7 +165,9 @@ class Loan(NamedTuple):
     """By chunk: where its whole extent lies, not to be written to; None where there is nothing to see. Of a pending
     chunk only the tiles that were asked for mean anything."""
     sums: npt.NDArray[np.uint64]
-    """(chunks, layers, heads): what each tile's XXH3-64 must be."""
+    """(chunks, layers, heads): what each stored tile's XXH3-64 must be."""
+    encodings: list[int]
+    """By chunk: how its tiles are stored."""
 
     def release(self) -> None:
         """End the lease."""
@@ -162,6 +183,8 @@ class Arrived(NamedTuple):
     num_layers: int
     """Of the layers that were asked for: how many can be lent, from the first on."""
     is_complete: bool
+    encoding: int = RAW
+    """How its tiles are stored."""
 
     @property
     def is_announced(self) -> bool:
@@ -210,6 +233,8 @@ class Store(Protocol):
     """Bytes that may be reserved and not yet visible, at most."""
     has_lower_tiers: bool
     """Whether it is the first of several tiers."""
+    packing: Packing
+    """Of what is written to it; of several tiers, the first one's."""
 
     @property
     def home(self) -> str:
@@ -307,15 +332,20 @@ class MappedStore(Store, Protocol):
         """All bytes of one segment, which gets its storage now if it had none; None where there is none to be had. Slow
         for a new one: for whoever wants all of them ready before they are needed."""
 
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """How each complete chunk's tiles are stored where chunks are written; None where it is not there, or in an
+        encoding that nobody can use here."""
+
     def arrived(self, chunks: Sequence[ChunkRef], shard: Shard, spec: KVSpec) -> list[Arrived]:
         """How far each chunk has come for this shard. Takes no lock and holds nothing: `lend` decides. Chunks whose
         writers are dead are not here."""
 
     # ---- filling ------------------------------------------------------------------------------------------------
     def reserve(
-        self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline_s: float | None = None
+        self, root: RootRef, chunks: Sequence[ChunkRef], forms: Sequence[Form], deadline_s: float | None = None
     ) -> Sequence[Reservation]:
-        """Open extents for writing in place. What follows takes reservations of this very store."""
+        """Open extents for writing in place, for tiles of these forms, by chunk. What follows takes reservations of
+        this very store. A chunk that this server's ranks fill in another form already is BUSY."""
 
     def places(self, reservations: Sequence[Reservation]) -> list[Place | None]:
         """Where reserved extents lie; None where there is none (any more)."""
@@ -344,7 +374,8 @@ class MappedStore(Store, Protocol):
         those pending, of any server, that have the checksums of all tiles of this shard."""
 
     def borrow(self, root: RootRef, chunk: ChunkRef, shard: Shard) -> tuple[Lease, Tiles] | Status:
-        """A verified, read-only view of the stored bytes, valid until the lease is released."""
+        """Verified, read-only raw tiles, valid until the lease is released: a view of the stored bytes where they are
+        raw, else a copy."""
 
 
 class Filling(NamedTuple):
@@ -354,9 +385,7 @@ class Filling(NamedTuple):
     """OK: all its bytes are in place, NOT verified. MISS, TIMEOUT: they may be anything."""
     sums: npt.NDArray[np.uint64] | None = None
     """What the source knows of the stored tiles: their checksums in [layer][head][part] order."""
-    split: Split = WHOLE
-    """How the checksums divide a tile."""
-    encoding: int = RAW
+    form: Form = Form()
 
 
 class ChunkSource(Protocol):
@@ -368,9 +397,9 @@ class ChunkSource(Protocol):
     def missing(self, keys: Sequence[bytes]) -> list[bytes] | None:
         """Which of these chunks are not here; None where nobody can say now."""
 
-    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
-        """How each chunk's tiles are divided: whoever reserves an extent for it must say so. None where it is not here,
-        or not in raw tiles. An estimate: it may be gone when it is asked for."""
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """How each chunk's tiles are stored: whoever reserves an extent for it must say so. None where it is not here,
+        or in an encoding that nobody can use here. An estimate: it may be gone when it is asked for."""
 
     def fill(
         self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
@@ -386,8 +415,8 @@ class SourceStore(Store, Protocol):
 
     breaker: CircuitBreaker
 
-    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
-        """See `ChunkSource.splits`."""
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """See `ChunkSource.forms`."""
 
     def fill(
         self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float

@@ -133,8 +133,15 @@ class StoreStats:
     damaged: int
     aborted: int
     rebuilds: int
+    stored_raw_bytes: int = 0
+    """What `stored_bytes` would be if nothing were packed."""
     tiers: tuple[TierStats, ...] = ()
     """Fastest first; empty where there is one only."""
+
+    @property
+    def packed_share(self) -> float:
+        """Stored bytes over raw bytes, of all chunks ever stored: 1 where nothing was packed."""
+        return self.stored_bytes / self.stored_raw_bytes if self.stored_raw_bytes else 1.0
 
     @property
     def name(self) -> str:

@@ -31,8 +31,9 @@ SCHEMES = (*EMBEDDED, *REMOTE)
 DEFAULT_URL = "shm:///headwater"
 DEFAULT_PORTS = {"redis": 6379, "rediss": 6379, "mooncake": 50051, "peer": 7700}
 WRITE_MODES = ("back", "through", "demote")
+PACKINGS = ("auto", "on", "off")
 
-_COMMON = ("deadline", "write")
+_COMMON = ("deadline", "write", "packing")
 _OVER_NETWORK = ("lookup", "piece", "prefix")
 OPTIONS = {
     **dict.fromkeys(EMBEDDED, ("capacity", "index", "segment", "policy", *_COMMON)),
@@ -100,6 +101,11 @@ class StoreUrl:
     def is_read_only(self) -> bool:
         """Whether nothing is ever copied to it: another host's pool is filled by its own engines, and by pushes."""
         return self.scheme == "peer"
+
+    @property
+    def packing(self) -> str:
+        """Whether new chunks are stored packed: one of `PACKINGS`."""
+        return self.options.get("packing", "auto")
 
     def size(self, name: str) -> int | None:
         """A size option, or None where the URL does not give it."""
@@ -252,6 +258,8 @@ def _option_problems(url: StoreUrl, shown: str) -> list[str]:
             problems.append(str(error))
     if url.options.get("write", "back") not in WRITE_MODES:
         problems.append(f"option write in {shown!r} must be one of {', '.join(WRITE_MODES)}")
+    if url.options.get("packing", "auto") not in PACKINGS:
+        problems.append(f"option packing in {shown!r} must be one of {', '.join(PACKINGS)}")
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", url.options.get("prefix", "hw")):
         problems.append(f"option prefix in {shown!r} must be up to 64 letters, digits, '.', '_' and '-'")
     if url.options.get("prefer", "local") not in ("local", "any"):

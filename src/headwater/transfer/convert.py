@@ -7,7 +7,7 @@ ready for the device, and is used once for each batch of layers. Nothing here de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headwater.errors import BufferMismatchError, InvalidArgumentError
 from headwater.kernels.extent import Compact, ExtentTarget, Move, Spans, gather_rows, scatter_rows
+from headwater.kv.encoding import RAW, stored_tile_bytes
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.buffers import RawBuffer
@@ -42,7 +43,7 @@ TileBuffer = npt.NDArray[np.uint8] | Tensor | RawBuffer
 """One span's tiles: bytes of shape (layers, heads, bytes of a tile part), each tile contiguous."""
 
 Staging = Tensor | npt.NDArray[np.uint8] | Sequence[TileBuffer]
-"""Flat bytes for all spans one after another (`[span][layer][head][plane][token][dim]`, see `ConversionPlan.staged`),
+"""Flat bytes for all spans one after another (`[span][layer][head][tile]`, see `ConversionPlan.staged`),
 or a buffer for each span: a sequence of them, or an array or tensor with an axis more."""
 
 
@@ -60,19 +61,37 @@ class ConversionPlan:
         """Spans in this plan."""
         return len(self.spans.num_rows)
 
+    @cached_property
+    def _tile_bytes(self) -> list[int]:
+        sizes: list[int] = self.spans.tile_bytes(self.view.spec.row_bytes).tolist()
+        return sizes
+
     def tile_bytes(self, span: int) -> int:
-        """Bytes of one tile part of a span."""
-        return int(self.spans.num_rows[span]) * self.view.spec.row_bytes
+        """Bytes of one tile part of a span in staging: packed, where it is."""
+        return self._tile_bytes[span]
+
+    def is_packed(self, span: int) -> bool:
+        """Whether a span's tiles are packed in staging."""
+        return self.spans.packed_bytes is not None and bool(self.spans.packed_bytes[span])
 
     def staged_bytes(self, num_layers: int) -> int:
         """Bytes of flat staging for that many layers."""
+        return sum(self._tile_bytes) * num_layers * len(self.shard.heads)
+
+    def raw_bytes(self, num_layers: int) -> int:
+        """Bytes of the cache that so many layers are."""
         return self.spans.total_rows * self.view.spec.row_bytes * num_layers * len(self.shard.heads)
+
+    def staged_starts(self, num_layers: int) -> list[int]:
+        """Where each span begins in flat staging, and where the last one ends."""
+        scale = num_layers * len(self.shard.heads)
+        return [0, *(np.cumsum(self._tile_bytes) * scale).tolist()]
 
     @cached_property
     def groups(self) -> list[range]:
-        """Consecutive spans of equal size: usually one group of full chunks, and one of tails."""
+        """Consecutive spans of equal rows and size: usually one group of full chunks, and one of tails."""
         found, start = [], 0
-        for _, same in groupby(self.spans.num_rows.tolist()):
+        for _, same in groupby(zip(self.spans.num_rows.tolist(), self._tile_bytes, strict=True)):
             stop = start + len(list(same))
             found.append(range(start, stop))
             start = stop
@@ -80,13 +99,13 @@ class ConversionPlan:
 
     def staged(self, flat: Tensor, num_layers: int) -> list[Tensor]:
         """Flat staging as one tensor (spans, layers, heads, tile bytes) for each of `groups`, without copying."""
-        heads, found = len(self.shard.heads), []
-        for group in self.groups:
-            shape = (len(group), num_layers, heads, self.tile_bytes(group.start))
-            start = int(self.spans.rows_before[group.start]) * self.view.spec.row_bytes * num_layers * heads
-            size = shape[0] * shape[1] * shape[2] * shape[3]
-            found.append(flat[start : start + size].view(shape))
-        return found
+        heads, starts = len(self.shard.heads), self.staged_starts(num_layers)
+        return [
+            flat[starts[group.start] : starts[group.stop]].view(
+                len(group), num_layers, heads, self.tile_bytes(group.start)
+            )
+            for group in self.groups
+        ]
 
     def part(self, spans: range) -> ConversionPlan:
         """The plan of some consecutive spans; this one itself where that is all of them."""
@@ -95,15 +114,29 @@ class ConversionPlan:
         every = self.spans
         first = every.first_block[spans.start]
         last = every.first_block[spans.stop] if spans.stop < self.num_spans else len(every.blocks)
-        tables = (
+        first_block, offset, num_rows = (
             table[spans.start : spans.stop] for table in (every.first_block - first, every.offset, every.num_rows)
         )
-        return ConversionPlan(self.view, self.shard, Spans(every.blocks[first:last], *tables))
+        packed = None if every.packed_bytes is None else every.packed_bytes[spans.start : spans.stop]
+        return ConversionPlan(
+            self.view, self.shard, Spans(every.blocks[first:last], first_block, offset, num_rows, packed)
+        )
+
+    def packed(self, encodings: Sequence[int]) -> ConversionPlan:
+        """The plan with these encodings of its spans in staging."""
+        if all(encoding == RAW for encoding in encodings):
+            return self
+        spec, rows = self.view.spec, self.spans.num_rows.tolist()
+        sizes = [
+            0 if encoding == RAW else stored_tile_bytes(spec, num_rows, encoding)
+            for num_rows, encoding in zip(rows, encodings, strict=True)
+        ]
+        return ConversionPlan(self.view, self.shard, replace(self.spans, packed_bytes=np.array(sizes, np.int64)))
 
     @cached_property
     def device_spans(self) -> Tensor:
         """The spans' numbers on the device."""
-        return self.spans.upload(self.view.device)
+        return self.spans.upload(self.view.device, self.view.pages.token_bytes)
 
 
 def plan_spans(view: PagedView, shard: Shard, spans: Sequence[PageSpan]) -> ConversionPlan:
@@ -175,7 +208,12 @@ def join_plans(plans: Sequence[ConversionPlan]) -> ConversionPlan:
     blocks_before = np.cumsum([0, *(len(each.blocks) for each in spans[:-1])])
     first_block = [each.first_block + before for each, before in zip(spans, blocks_before, strict=True)]
     tables = [[each.blocks for each in spans], first_block, [s.offset for s in spans], [s.num_rows for s in spans]]
-    return ConversionPlan(plans[0].view, plans[0].shard, Spans(*(np.concatenate(table) for table in tables)))
+    blocks, first_blocks, offsets, num_rows = (np.concatenate(table) for table in tables)
+    packed = None
+    if any(each.packed_bytes is not None for each in spans):
+        sizes = [np.zeros_like(s.num_rows) if s.packed_bytes is None else s.packed_bytes for s in spans]
+        packed = np.concatenate(sizes)
+    return ConversionPlan(plans[0].view, plans[0].shard, Spans(blocks, first_blocks, offsets, num_rows, packed))
 
 
 def gather(

@@ -19,7 +19,6 @@ import torch
 
 from headwater.kernels.touch import touch_rows
 from headwater.kv.topology import Shard
-from headwater.transfer.convert import ConversionPlan
 from headwater.transfer.copy import Copy, CopyRows, fits_driver, join_copies, run_copies
 
 
@@ -114,9 +113,3 @@ def _rows(width: int, height: int, target_pitch: int, source_pitch: int) -> Copy
     if height == 1 or target_pitch == source_pitch == width:
         return CopyRows(width * height, 1, 0, 0)
     return CopyRows(width, height, target_pitch, source_pitch)
-
-
-def staged_starts(plan: ConversionPlan, num_layers: int) -> list[int]:
-    """Where each span begins in flat staging, and where the last one ends."""
-    scale = plan.view.spec.row_bytes * num_layers * len(plan.shard.heads)
-    return [*(plan.spans.rows_before * scale).tolist(), plan.staged_bytes(num_layers)]

@@ -117,6 +117,8 @@ class LoadPart:
     plan: ConversionPlan
     loan: Loan | None = None
     stored: list[Stored] = field(default_factory=list)
+    encodings: Sequence[int] = ()
+    """By chunk: how the lent tiles are stored."""
     sums: Tensor | npt.NDArray[np.uint64] | None = None
     """Checksums (chunks, layers, heads), as the mover keeps them."""
     expected: Tensor | None = None

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import EngineError
+from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
-from headwater.stores.base import Status
-from headwater.transfer.extents import staged_starts
+from headwater.stores.base import Loan, Status
 from headwater.transfer.load_job import Load, LoadBatch, LoadPart, Stored
 from headwater.transfer.movers.base import Placer
 from headwater.transfer.streams import PAST
@@ -224,31 +224,38 @@ class Pipeline:
         """Some chunks from a number on: as many of them as there are in a row, None where the first is missing."""
         chunks = load.chunks[first : first + size]
         if not self.lends:
-            return LoadPart(load, first, chunks, self._placer.plan(chunks, load.block_ids))
+            return LoadPart(load, first, chunks, self._placer.plan(chunks, load.block_ids, [RAW] * len(chunks)))
         shard = self._shard if load.layers == self._shard.layers else replace(self._shard, layers=load.layers)
         loan = self._space.lend(chunks, shard)
         try:
             stored = list[Stored]()
+            if not self._placer.can_place(loan.encodings):
+                return self._give_up_lending(load, first, size, loan)
             for place in loan.places:
                 if place is None:
                     self.statuses[Status.MISS] += not self.may_land and not load.is_segment
                     break
                 address = self._placer.address(place.segment)
                 if address is None:
-                    self.lends = self.may_land = False
-                    loan.release()
-                    return self._look_up(load, first, size)
+                    return self._give_up_lending(load, first, size, loan)
                 stored.append(Stored(address, address + place.offset))
             if not stored:
                 loan.release()
                 return None
-            chunks = chunks[: len(stored)]
-            part = LoadPart(load, first, chunks, self._placer.plan(chunks, load.block_ids), loan, stored)
+            chunks, encodings = chunks[: len(stored)], loan.encodings[: len(stored)]
+            plan = self._placer.plan(chunks, load.block_ids, encodings)
+            part = LoadPart(load, first, chunks, plan, loan, stored, encodings)
             self._placer.expect(part, self._all_layers(shard, loan.sums[: len(stored)]))
         except BaseException:
             loan.release()
             raise
         return part
+
+    def _give_up_lending(self, load: Load, first: int, size: int, loan: Loan) -> LoadPart | None:
+        """Nothing can be placed from where it is stored, from now on: read it."""
+        self.lends = self.may_land = False
+        loan.release()
+        return self._look_up(load, first, size)
 
     def _all_layers(self, shard: Shard, sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         """Checksums of some layers at their places among all layers of this rank's: movers look for them there."""
@@ -281,7 +288,7 @@ class Pipeline:
     def _read_through(self, load: Load, batch: LoadBatch, layers: range) -> None:
         """Where stored bytes cannot be lent: read by the store, from whichever tier has them, into private memory."""
         plan = batch.plan
-        starts = staged_starts(plan, len(layers))
+        starts = plan.staged_starts(len(layers))
         shard, whole = replace(self._shard, layers=layers), self._placer.landing(plan.staged_bytes(len(layers)))
         tiles = [
             whole[starts[row] : starts[row + 1]].reshape(len(layers), len(shard.heads), plan.tile_bytes(row))

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from headwater.kernels.pack_check import packs_rightly
+from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Status
-from headwater.transfer.convert import gather, join_plans, plan_chunks
+from headwater.transfer.convert import gather, plan_chunks
 from headwater.transfer.layers import GROUP_BYTES, layer_groups, save_group_bytes
 from headwater.transfer.movers import mover_of
 from headwater.transfer.ring import Room, StagingRing
@@ -100,19 +102,29 @@ class Saver:
         """Requests with chunks that were not saved since the last call, and the first token of the first of those."""
         return self._sender.unsaved.take()
 
+    def take_misfits(self) -> list[bytes]:
+        """Keys of chunks that could not be packed, and were not saved, since the last call: no rank can pack them."""
+        return self._sender.misfits.take()
+
     def take_timings(self) -> list[float]:
         """Seconds from taken to stored, of the batches of chunks that were stored since the last call."""
         timings = self._sender.timings
         return [timings.popleft() for _ in range(len(timings))]
 
     # ---- all layers at once -------------------------------------------------------------------------------------
-    def save(self, name: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
+    def save(
+        self,
+        name: str,
+        chunks: Sequence[ChunkRef],
+        block_ids: npt.NDArray[np.int32],
+        raw: Collection[bytes] = frozenset(),
+    ) -> None:
         """Take the KV of a request's chunks (in order, parents first) out of the cache, as much as there is room for.
 
         Launches on the current stream; waits for room for `patience_s` at most. Between steps: in the middle of one,
         its saves are aborted.
         """
-        self.save_all([SaveRequest(name, chunks, block_ids)])
+        self.save_all([SaveRequest(name, chunks, block_ids, raw)])
 
     def save_all(self, wanted: Sequence[SaveRequest]) -> None:
         """`save` for several requests, in one launch for all that have one tenant and adapter: a launch takes as long
@@ -121,12 +133,25 @@ class Saver:
             self._save(group)
 
     def _save(self, group: Sequence[SaveRequest]) -> None:
-        plan = join_plans([plan_chunks(self._view, self._shard, each.chunks, each.block_ids) for each in group])
-        chunks = [chunk for each in group for chunk in each.chunks]
-        names = [each.name for each in group for _ in each.chunks]
+        job = self._job(group[0], [self._shard.layers])
+        for each in group[1:]:
+            job.add(self._job(each, job.groups))
         self._end([job for job in self._open if job.rooms])  # the ring's rooms go back in the order of their taking
-        self._sender.count(chunks)
-        self._save_job(SaveJob(chunks, names, plan, [self._shard.layers]))
+        self._sender.count(job.chunks)
+        self._save_job(job)
+
+    def _job(self, wanted: SaveRequest, groups: list[range]) -> SaveJob:
+        """A job of one request's chunks. A GPU packs tiles while it gathers them, a CPU when they leave the ring."""
+        name, chunks, block_ids, raw = wanted
+        is_device = self._overlaps
+        sizes = {chunk.num_tokens for chunk in chunks}
+        wants = {n: self._space.encoding(n, self._shard, on_device=is_device) for n in sizes}
+        if is_device and any(want != RAW for want in wants.values()) and not packs_rightly(self._view.device):
+            wants = dict.fromkeys(sizes, RAW)
+        encodings = [RAW if chunk.key in raw else wants[chunk.num_tokens] for chunk in chunks]
+        plan = plan_chunks(self._view, self._shard, chunks, block_ids)
+        plan = plan.packed(encodings) if is_device else plan
+        return SaveJob(chunks, [name] * len(chunks), encodings, plan, groups)
 
     def _save_job(self, job: SaveJob) -> None:
         """Take a job, all layers at once, in as many pieces as the ring gives room for. Chunks that there is none for
@@ -147,7 +172,13 @@ class Saver:
         self._sender.tell(SaveAbort(list(zip(names, chunks, strict=True))))
 
     # ---- layer by layer -----------------------------------------------------------------------------------------
-    def begin(self, name: str, chunks: Sequence[ChunkRef], block_ids: npt.NDArray[np.int32]) -> None:
+    def begin(
+        self,
+        name: str,
+        chunks: Sequence[ChunkRef],
+        block_ids: npt.NDArray[np.int32],
+        raw: Collection[bytes] = frozenset(),
+    ) -> None:
         """Take a request's chunks (parents first) in the course of the coming step: `layer_done` says when a layer of
         them is computed.
 
@@ -164,17 +195,16 @@ class Saver:
         num_open = sum([len(job.chunks) for job in self._open])
         room = max(0, self._max_pending() - num_open) if not self._late else 0
         if len(chunks) > room:
-            self._late.append(SaveRequest(name, chunks[room:], block_ids))
+            self._late.append(SaveRequest(name, chunks[room:], block_ids, raw))
             chunks = chunks[:room]
         if not chunks:
             return
-        plan = plan_chunks(self._view, self._shard, chunks, block_ids)
-        names = [name] * len(chunks)
+        job = self._job(SaveRequest(name, chunks, block_ids, raw), [])
         same = next((job for job in self._open if job.chunks[0].root == chunks[0].root), None)
         if same is not None:  # one gather a layer for all requests: a launch takes as long for one chunk as for many
-            same.add(chunks, names, join_plans([same.plan, plan]))
+            same.add(job)
         else:
-            self._open.append(SaveJob(chunks, names, plan, []))
+            self._open.append(job)
         self._sender.count(chunks)
 
     def _max_pending(self) -> int:
@@ -370,8 +400,8 @@ def _by_root(wanted: Sequence[SaveRequest]) -> Iterable[Sequence[SaveRequest]]:
     if len(wanted) == 1:
         return [wanted] if wanted[0].chunks else []
     seen, same = set[bytes](), dict[bytes, list[SaveRequest]]()
-    for name, every, block_ids in wanted:
-        if chunks := [chunk for chunk in every if chunk.key not in seen]:
+    for each in wanted:
+        if chunks := [chunk for chunk in each.chunks if chunk.key not in seen]:
             seen.update([chunk.key for chunk in chunks])
-            same.setdefault(chunks[0].root, []).append(SaveRequest(name, chunks, block_ids))
+            same.setdefault(chunks[0].root, []).append(each.left(chunks))
     return same.values()

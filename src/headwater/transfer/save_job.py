@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Reservation, Status
-from headwater.transfer.convert import ConversionPlan
+from headwater.transfer.convert import ConversionPlan, join_plans
 from headwater.transfer.ring import Room
 from headwater.transfer.states import PartState
 from headwater.transfer.streams import DeviceEvent
@@ -31,6 +31,12 @@ class SaveRequest(NamedTuple):
     name: str
     chunks: Sequence[ChunkRef]
     block_ids: npt.NDArray[np.int32]
+    raw: Collection[bytes] = frozenset()
+    """Keys of chunks whose tiles cannot be packed, by any rank: they are stored raw."""
+
+    def left(self, chunks: Sequence[ChunkRef]) -> SaveRequest:
+        """What is left of it: some of its chunks."""
+        return self._replace(chunks=chunks)
 
 
 class SaveTarget(NamedTuple):
@@ -50,6 +56,8 @@ class SaveJob:
     chunks: Sequence[ChunkRef]
     names: Sequence[str]
     """By chunk: the request that it was taken from."""
+    encodings: Sequence[int]
+    """By chunk: how its tiles are to be stored, by all ranks."""
     plan: ConversionPlan
     groups: list[range]
     taken_s: float = field(default_factory=time.monotonic)
@@ -77,31 +85,50 @@ class SaveJob:
     """Somebody awaits its layers: the checksums of each group are noted as soon as it is in."""
     shown: Counter[int] = field(default_factory=Counter)
     """By number of the chunk: layers whose checksums are noted already."""
+    misfits: set[int] = field(default_factory=set)
+    """Numbers of chunks of which a tile could not be packed."""
 
     def __post_init__(self) -> None:
         self.num_kept = len(self.chunks)
         self.states = [PartState.TAKEN] * len(self.chunks)
 
-    def add(self, chunks: Sequence[ChunkRef], names: Sequence[str], plan: ConversionPlan) -> None:
-        """Take more chunks along, before the first layer; `plan` is for all of them."""
-        self.chunks, self.names, self.plan = [*self.chunks, *chunks], [*self.names, *names], plan
+    def add(self, other: SaveJob) -> None:
+        """Take more chunks along, before the first layer."""
+        self.chunks, self.names = [*self.chunks, *other.chunks], [*self.names, *other.names]
+        self.encodings, self.plan = [*self.encodings, *other.encodings], join_plans([self.plan, other.plan])
         self.__post_init__()
+
+    def take_misfits(self) -> list[int]:
+        """Chunks of which a tile could not be packed, and those behind them, which nobody could find: all that is
+        not settled."""
+        if not self.misfits:
+            return []
+        lost = {self.chunks[span].key for span in self.misfits}
+        self.misfits.clear()
+        found = list[int]()
+        for span in self.alive(range(len(self.chunks))):
+            chunk = self.chunks[span]
+            if chunk.key in lost or chunk.parent in lost:
+                lost.add(chunk.key)
+                found.append(span)
+        return found
 
     @property
     def group(self) -> range:
         """The layers that leave the cache now."""
         return self.groups[self.num_gathered]
 
-    def alive(self, spans: range) -> list[int]:
+    def alive(self, spans: Iterable[int]) -> list[int]:
         """Those of some chunks of which more is to be stored."""
         return [span for span in spans if not self.states[span].is_final]
 
     def equal(self, spans: Sequence[int], shard: Shard) -> list[list[int]]:
-        """Chunks of one size of which a rank writes the same layers."""
-        groups: dict[tuple[int, int], list[int]] = {}
+        """Chunks of one size and encoding of which a rank writes the same layers."""
+        groups: dict[tuple[int, int, int], list[int]] = {}
         for span in spans:
             chunk = self.chunks[span]
-            groups.setdefault((chunk.num_tokens, chunk.number % shard.replicas), []).append(span)
+            kind = chunk.num_tokens, self.encodings[span], chunk.number % shard.replicas
+            groups.setdefault(kind, []).append(span)
         return list(groups.values())
 
     def by_owned(self, spans: Sequence[int], shard: Shard) -> Iterator[tuple[Shard, slice, list[int]]]:
@@ -136,6 +163,10 @@ class Gathered:
     """On the device, once they are being computed. This and the next two belong to the mover."""
     sums_here: Tensor | None = None
     hashed: DeviceEvent | None = None
+    fits_here: Tensor | None = None
+    """By chunk, with the checksums: whether all its tiles could be packed. None where none is."""
+    held: object = None
+    """Device memory that must live until then."""
 
 
 class Open(NamedTuple):

@@ -11,8 +11,9 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,10 @@ from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.stores.base import Reservation, Status
 from headwater.transfer.aborts import Aborts
-from headwater.transfer.extents import staged_starts
+from headwater.transfer.batching import batches
 from headwater.transfer.layers import layers_before
 from headwater.transfer.movers import make_storer
-from headwater.transfer.ring import BATCH_BYTES, StagingRing
+from headwater.transfer.ring import StagingRing
 from headwater.transfer.save_job import (
     Cut,
     Gathered,
@@ -42,15 +43,11 @@ from headwater.transfer.save_job import (
 from headwater.transfer.sink import NoSink, SaveSink, show_layers
 from headwater.transfer.states import PartState
 from headwater.transfer.streams import enter_thread
-from headwater.transfer.unsaved import Unsaved
+from headwater.transfer.unsaved import Misfits, Unsaved
 from headwater.transfer.view import PagedView
 from headwater.transfer.watched import WatchedChunks
 
 log = logging.getLogger(__name__)
-
-_FIRST_BATCH, _LAST_BATCH = 28, 24
-"""Chunks of the first two batches of many and of the last ones: the bus begins early, and the last commit is short.
-With fewer it would be busy for less than the two milliseconds that a slow host needs for the next batch."""
 
 _FULL_PATIENCE_S, _FULL_POLL_S = 0.25, 0.005
 """How long pending room is waited for that this server's own ranks are about to make visible."""
@@ -91,6 +88,7 @@ class Sender:
         self.num_dropped = 0
         self.num_bytes = 0
         self.unsaved = Unsaved()
+        self.misfits = Misfits()
         self.timings: deque[float] = deque(maxlen=_MAX_TIMINGS)
         """Seconds from taken to stored, one for each batch of chunks of which something was."""
         self._thread = threading.Thread(target=self._run, name="headwater-sender", daemon=True)
@@ -220,7 +218,7 @@ class Sender:
         may differ in the last bit: the second to come must leave the bytes alone.
         """
         chunks = job.chunks[spans.start : spans.stop]
-        extents = self._reserve_patiently(chunks)
+        extents = self._reserve_patiently(chunks, job.encodings[spans.start : spans.stop])
         try:
             places = self._space.places(extents)
             addresses = [0 if place is None else self._storer.address(place.segment) for place in places]
@@ -261,10 +259,11 @@ class Sender:
             raise
         return True
 
-    def _reserve_patiently(self, chunks: Sequence[ChunkRef]) -> list[Reservation]:
+    def _reserve_patiently(self, chunks: Sequence[ChunkRef], encodings: Sequence[int]) -> list[Reservation]:
         """Reserve extents. Where pending room runs out, finish what is under way and try again: the chunks that take
         it up are this server's own, and become visible by that."""
-        extents = self._space.reserve(chunks, self._shard, deadline_s=self._deadline_s)
+        reserve = partial(self._space.reserve, shard=self._shard, deadline_s=self._deadline_s)
+        extents = reserve(chunks, encodings=encodings)
         end = time.monotonic() + _FULL_PATIENCE_S
         while (at := _first_full(extents)) is not None:
             has_hope = bool(self._in_flight) or self._aborts.has_peers
@@ -273,7 +272,7 @@ class Sender:
             self._finish_all()
             for extent in extents[at:]:
                 extent.close()
-            extents[at:] = self._space.reserve(chunks[at:], self._shard, deadline_s=self._deadline_s)
+            extents[at:] = reserve(chunks[at:], encodings=encodings[at:])
             if _first_full(extents) == at:
                 time.sleep(_FULL_POLL_S)
         return extents
@@ -289,8 +288,8 @@ class Sender:
                 self._resume(job)
             if job.sums is None:
                 job.sums = np.zeros((len(job.chunks), len(self._shard.layers), len(self._shard.heads)), np.uint64)
-            starts = staged_starts(work.plan, len(work.layers))
-            for spans in self._batches(work):
+            starts = work.plan.staged_starts(len(work.layers))
+            for spans in batches(work, self._ring, was_idle=not self._in_flight, is_alone=self._queue.empty):
                 while len(self._in_flight) >= self._storer.most_in_flight:
                     self._finish()
                 at_end = spans.stop == work.spans.stop
@@ -320,23 +319,6 @@ class Sender:
             self._finish_all()
             self._ring.give_back(left)
 
-    def _batches(self, work: Gathered) -> Iterator[range]:
-        """Which chunks are copied together: few at first where the bus has nothing to do, and, where each batch is
-        committed and nothing follows, few at the end."""
-        first, stop, is_whole, was_idle = work.spans.start, work.spans.stop, not work.job.is_open, not self._in_flight
-        most, at = max(1, BATCH_BYTES // max(1, work.flat.numel() // len(work.spans))), first
-        if is_whole:
-            # Chunks that are in the ring already may leave in larger pieces than those that must be waited for.
-            most = max(min(most, self._ring.batch), min(2 * most, len(work.spans) // 4))
-        while at < stop:
-            size = min(most, max(_FIRST_BATCH, at - first)) if was_idle else most
-            if is_whole and self._queue.empty():
-                size = min(size, max(_LAST_BATCH, (stop - at) // 2))
-            if stop - at - size < min(_LAST_BATCH, most) // 2:
-                size = stop - at
-            yield range(at, at + size)
-            at += size
-
     # ---- the end of a batch -------------------------------------------------------------------------------------
     def _finish_all(self) -> None:
         while self._in_flight:
@@ -353,6 +335,8 @@ class Sender:
             self._storer.synchronize()  # what was launched may still read the ring
             self._abort_parts(batch.work.job, batch.spans)
         self._ring.give_back(batch.num_bytes)
+        if batch.work.job.misfits:
+            self._lose_misfits(batch.work.job)
         if batch.work.job.is_shown:
             show_layers(self._space, self._shard, batch.work, batch.spans, self._sink, self._deadline_s)
         if batch.commits:
@@ -398,6 +382,16 @@ class Sender:
             if num_stored:
                 self.timings.append(time.monotonic() - job.taken_s)
 
+    def _lose_misfits(self, job: SaveJob) -> None:
+        """Tiles of some chunks could not be packed: abort these for the whole server, and what is behind them; the
+        scheduler side orders them again, raw."""
+        self.misfits.add([job.chunks[span].key for span in job.misfits])
+        lost = job.take_misfits()
+        targets = {span: job.targets.pop(span) for span in lost if span in job.targets}  # nothing commits them now
+        self._finish_all()  # no extent may be aborted while the device writes into it
+        job.targets |= targets
+        self._abort_parts(job, lost)
+
     # ---- aborting -----------------------------------------------------------------------------------------------
     def _cut(self, job: SaveJob, num_kept: int) -> None:
         """No more will come of a job's chunks from this number on: their room in the pool is free at once."""
@@ -411,7 +405,7 @@ class Sender:
         self._finish_all()
         self._abort_parts(job, range(len(job.chunks)))
 
-    def _abort_parts(self, job: SaveJob, spans: range) -> None:
+    def _abort_parts(self, job: SaveJob, spans: Sequence[int]) -> None:
         """Abort those of some chunks that are not settled, for the whole server."""
         lost = job.alive(spans)
         try:
@@ -462,13 +456,24 @@ class Sender:
         for span in spans:
             shape = (len(work.layers), len(shard.heads), plan.tile_bytes(span - work.spans.start))
             size = shape[0] * shape[1] * shape[2]
-            if not job.states[span].is_final:
+            staged, at = whole[at : at + size].reshape(shape), at + size
+            if job.states[span].is_final or job.misfits:
+                continue
+            stored = self._storer.stored(job.chunks[span], job.encodings[span], staged)
+            if stored is None:
+                job.misfits.add(span)
+            else:
                 numbers.append(span)
-                tiles.append(whole[at : at + size].reshape(shape))
-            at += size
+                tiles.append(stored)
+        if job.misfits:
+            self._lose_misfits(job)
         chunks, before = [job.chunks[number] for number in numbers], layers_before(self._shard.layers, work.layers)
-        outcome = self._space.write(chunks, shard, tiles, before=before, deadline_s=self._deadline_s) if chunks else []
-        self.num_bytes += sum(t.nbytes for t, status in zip(tiles, outcome, strict=True) if status == Status.OK)
+        encodings = [job.encodings[number] for number in numbers]
+        write = partial(self._space.write, before=before, encodings=encodings, deadline_s=self._deadline_s)
+        outcome = write(chunks, shard, tiles) if chunks else []
+        good = [number for number, status in zip(numbers, outcome, strict=True) if status == Status.OK]
+        first = work.spans.start
+        self.num_bytes += sum([plan.part(range(n - first, n - first + 1)).raw_bytes(len(work.layers)) for n in good])
         refused = [(number, status) for number, status in zip(numbers, outcome, strict=True) if not status.stored]
         if refused:
             self._refuse(job, refused, has_begun=before is not None)

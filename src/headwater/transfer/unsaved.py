@@ -1,4 +1,4 @@
-"""Which requests have chunks that were not saved, for the scheduler side: it may order them again, or say so."""
+"""What was not saved, for the scheduler side: it may order it again, in another form, or say so."""
 
 from __future__ import annotations
 
@@ -26,3 +26,24 @@ class Unsaved:
         with self._lock:
             taken, self._first_tokens = self._first_tokens, {}
         return list(taken.items())
+
+
+class Misfits:
+    """Keys of chunks that could not be packed. Thread-safe; forgotten once they were taken."""
+
+    def __init__(self) -> None:
+        self._keys: list[bytes] = []
+        self._lock = threading.Lock()
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Note some."""
+        with self._lock:
+            self._keys += keys
+
+    def take(self) -> list[bytes]:
+        """All that were noted since the last call."""
+        if not self._keys:
+            return []
+        with self._lock:
+            taken, self._keys = self._keys, []
+        return taken

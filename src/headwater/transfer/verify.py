@@ -7,6 +7,7 @@ from torch import Tensor
 
 from headwater.errors import BufferMismatchError
 from headwater.kernels.extent import SUM_BYTES, adds_up
+from headwater.kernels.pack import packed_fits
 from headwater.kernels.xxh3 import finish_tiles, xxh3_tiles
 from headwater.transfer.convert import ConversionPlan
 
@@ -27,7 +28,7 @@ def staged_checksums(plan: ConversionPlan, flat: Tensor, num_layers: int, added_
     sums = torch.empty(shape, dtype=torch.int64, device=flat.device)
     for group, tiles in zip(plan.groups, plan.staged(flat, num_layers), strict=True):
         start, out = tiles.data_ptr() - flat.data_ptr(), sums[group.start : group.stop]
-        if added_up is not None and adds_up(plan.view.pages, int(plan.spans.num_rows[group.start]), start):
+        if added_up is not None and adds_up(plan.view.pages, plan.spans, group.start, start):
             finish_tiles(tiles, added_up[start // SUM_BYTES :], out)
         else:
             xxh3_tiles(tiles, out)
@@ -45,4 +46,19 @@ def verify_staged(plan: ConversionPlan, flat: Tensor, num_layers: int, expected:
             f"expected checksums are {expected.dtype} of shape {tuple(expected.shape)} on {expected.device}; the tiles "
             f"need {sums.dtype} of shape {tuple(sums.shape)} on {sums.device}"
         )
-    return sums == expected
+    good = sums == expected
+    fits = staged_fits(plan, flat, num_layers)
+    return good if fits is None else good & fits
+
+
+def staged_fits(plan: ConversionPlan, flat: Tensor, num_layers: int) -> Tensor | None:
+    """Whether every packed tile in flat staging has no more escapes than there is room for: bool (spans, layers, heads)
+    on its device, without waiting. None where no tile is packed."""
+    if plan.spans.packed_bytes is None:
+        return None
+    fits = torch.ones((plan.num_spans, num_layers, len(plan.shard.heads)), dtype=torch.bool, device=flat.device)
+    for group, tiles in zip(plan.groups, plan.staged(flat, num_layers), strict=True):
+        if plan.is_packed(group.start):
+            rows = int(plan.spans.num_rows[group.start])
+            fits[group.start : group.stop] = packed_fits(tiles, plan.view.spec.widths, rows)
+    return fits

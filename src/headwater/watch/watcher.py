@@ -43,7 +43,7 @@ _MAX_EVENTS = 1024
 
 _STORE_FIELDS = (
     *("capacity_bytes", "data_bytes", "used_bytes", "pending_bytes", "index_bytes", "index_used_bytes", "chunks"),
-    *("stored", "stored_bytes", "evicted", "damaged", "aborted", "rebuilds"),
+    *("stored", "stored_bytes", "stored_raw_bytes", "evicted", "damaged", "aborted", "rebuilds"),
 )
 
 

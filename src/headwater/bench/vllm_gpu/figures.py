@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headwater.bench.measure import Rounds
-from headwater.bench.vllm_gpu.plan import HEADWATER, LAYERWISE, LMCACHE, LMCACHE_V3, OFFLOADING, PLAIN
+from headwater.bench.vllm_gpu.plan import HEADWATER, LAYERWISE, LMCACHE, LMCACHE_V3, OFFLOADING, PACKED, PLAIN, UNPACKED
 from headwater.bench.vllm_gpu.records import ABSENT, FAILED, MEASURED, RUN, Record, latest
 
 PEER_LEAST = 0.97
@@ -56,6 +56,8 @@ FIGURES = (
     Figure("gpu_ttft_vs_lmcache_v3", False, 1.0, "the same, over LMCache's with use_gpu_connector_v3"),
     Figure("gpu_ttft_vs_lmcache_layerwise", False, 0.95, "the same, loaded layer by layer"),
     Figure("gpu_ttft_vs_offloading", False, 0.95, "first token of a pool hit, over OffloadingConnector's"),
+    Figure("gpu_packed_ttft_vs_raw", False, None, "first token of a pool hit with packing=on, over packing=off"),
+    Figure("gpu_packed_gain_ms", True, 12.0, "how much sooner that is, of the longest prompt, ms"),
     Figure("gpu_local_cost", False, 1.10, "first token of a local hit after a prefill, over plain vLLM's"),
     Figure("gpu_cold_cost", False, None, "first token of a computed prompt, over plain vLLM's"),
     Figure("gpu_throughput_cost", False, 1.03, "time of prompts that share nothing, over plain vLLM's"),
@@ -134,6 +136,7 @@ _TTFT = {
     LMCACHE_V3: (HEADWATER, LMCACHE_V3, "gpu_ttft_vs_lmcache_v3"),
     LAYERWISE: (LAYERWISE, LMCACHE, "gpu_ttft_vs_lmcache_layerwise"),
     OFFLOADING: (HEADWATER, OFFLOADING, "gpu_ttft_vs_offloading"),
+    PACKED: (PACKED, UNPACKED, "gpu_packed_ttft_vs_raw"),
 }
 """By stage: whose hits are divided by whose."""
 
@@ -150,6 +153,8 @@ def _hits(record: Record, found: dict[str, Any]) -> None:
             found["notes"].append(f"{name}: not compared, since {hit}")
             return
     _put(found, name, rounds.ratio(ours, theirs), rounds.noise(AGAIN, ours))
+    if theirs == UNPACKED:
+        _put(found, "gpu_packed_gain_ms", 1000 * (rounds.time(theirs) - rounds.time(ours)))
 
 
 def _share(record: Record, found: dict[str, Any]) -> None:
@@ -170,7 +175,7 @@ def _equal(record: Record, found: dict[str, Any]) -> None:
     }
     if not record["compared"]:
         return
-    if record["side"] in (HEADWATER, LAYERWISE):
+    if record["side"] in (HEADWATER, LAYERWISE, PACKED):
         _put(found, "gpu_tokens_equal", record["equal"] / record["compared"])
     elif record["equal"] < record["compared"]:
         share = f"{record['equal']:,} of {record['compared']:,} tokens"

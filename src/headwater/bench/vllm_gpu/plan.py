@@ -16,11 +16,13 @@ from headwater.errors import EngineConfigError
 PLAIN = "plain"
 HEADWATER = "headwater"
 LAYERWISE = "headwater_layerwise"
+PACKED, UNPACKED = "headwater_packed", "headwater_unpacked"
+"""With `packing=on` and `packing=off`."""
 OFFLOADING = "offloading"
 LMCACHE = "lmcache"
 LMCACHE_V3 = "lmcache_v3"
 """LMCache with its `use_gpu_connector_v3`. Without it, 0.5.6 moves half of each row of vLLM 0.32's packed cache."""
-SIDES = (PLAIN, HEADWATER, LAYERWISE, OFFLOADING, LMCACHE, LMCACHE_V3)
+SIDES = (PLAIN, HEADWATER, LAYERWISE, PACKED, UNPACKED, OFFLOADING, LMCACHE, LMCACHE_V3)
 
 PARTS = ("hits", "local", "throughput", "reuse", "burst", "tiers", "others")
 """`others` are cold prompts and local hits beside the other connectors, which have no bar."""

@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from headwater.bench.vllm_engine import SRC
-from headwater.bench.vllm_gpu.plan import HEADWATER, LAYERWISE, LMCACHE, LMCACHE_V3, OFFLOADING, PLAIN, GpuPlan
+from headwater.bench.vllm_gpu.plan import (
+    HEADWATER,
+    LAYERWISE,
+    LMCACHE,
+    LMCACHE_V3,
+    OFFLOADING,
+    PACKED,
+    PLAIN,
+    UNPACKED,
+    GpuPlan,
+)
 from headwater.errors import EngineError
 from headwater.stores.embedded import SHM_ROOT
 from headwater.stores.url import format_size
@@ -61,9 +71,11 @@ class Places:
     """A directory on a disk, for the lower tier."""
     capacity_bytes: int
 
-    def url(self, variant: str) -> str:
+    def url(self, variant: str, packing: str = "") -> str:
         """The pool of a variant. Sides that differ in how they load share one."""
         name = f"{_NAME}-{os.getpid()}" + (f"-{variant}" if variant in (DEFAULT_CAPACITY, TIERS) else "")
+        if packing:
+            return f"shm:///{name}-packing-{packing}?capacity={self.capacity_bytes}&packing={packing}"
         if variant == DEFAULT_CAPACITY:
             return f"shm:///{name}"
         if variant == TIERS:
@@ -99,7 +111,7 @@ def _plain(side: Side, plan: GpuPlan, places: Places) -> Side:
 
 
 def _headwater(side: Side, plan: GpuPlan, places: Places) -> Side:
-    url = places.url(side.variant)
+    url = places.url(side.variant, {PACKED: "on", UNPACKED: "off"}.get(side.name, ""))
     extra: dict[str, Any] = {"pool": url, "sample_weights": True}  # every byte of 16 GB takes longer than a start
     if side.name == LAYERWISE:
         extra["load_mode"] = "layerwise"
@@ -139,6 +151,8 @@ _CONNECTORS: dict[str, Callable[[Side, GpuPlan, Places], Side]] = {
     PLAIN: _plain,
     HEADWATER: _headwater,
     LAYERWISE: _headwater,
+    PACKED: _headwater,
+    UNPACKED: _headwater,
     OFFLOADING: _offloading,
     LMCACHE: _lmcache,
     LMCACHE_V3: _lmcache,

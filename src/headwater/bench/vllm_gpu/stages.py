@@ -11,7 +11,17 @@ from typing import Any
 
 from headwater.bench.vllm_gpu import measures
 from headwater.bench.vllm_gpu.measures import Bench, Body, Sides
-from headwater.bench.vllm_gpu.plan import HEADWATER, LAYERWISE, LMCACHE, LMCACHE_V3, OFFLOADING, PLAIN, GpuPlan
+from headwater.bench.vllm_gpu.plan import (
+    HEADWATER,
+    LAYERWISE,
+    LMCACHE,
+    LMCACHE_V3,
+    OFFLOADING,
+    PACKED,
+    PLAIN,
+    UNPACKED,
+    GpuPlan,
+)
 from headwater.bench.vllm_gpu.records import Record
 from headwater.bench.vllm_gpu.sides import (
     BASE,
@@ -103,6 +113,8 @@ def _all_stages(plan: GpuPlan) -> Iterator[Stage]:
     throughput = Measure("throughput", "throughput", measures.measure_throughput, seconds=120)
     yield Stage(PLAIN, (ours, (PLAIN, BASE)), (*local, throughput))
     yield Stage(OFFLOADING, (ours, (OFFLOADING, BASE)), (*hits, *others))
+    packed = (PACKED, BASE)
+    yield Stage(PACKED, (packed, (UNPACKED, BASE)), (hits[-1], equal(PACKED)))  # of the longest prompt
     burst = Measure("burst", "burst", measures.measure_burst, burst_tokens, seconds=50)
     beside = (*hits, share(HEADWATER), equal(HEADWATER), equal(LMCACHE), burst, *others)
     yield Stage(LMCACHE, (ours, (LMCACHE, BASE)), beside, False)

@@ -40,8 +40,10 @@ def latent_config(dtype: torch.dtype, num_rows: int, width: int, shared_bytes: i
     if dtype.itemsize > 2:
         return TileConfig(16, 16, 4, 2)
     for config in _HALF_CONFIGS[rows]:
-        # Compiled for sm_90, these keep at most two buffers of latents beside the queries: other stages load pages.
-        if (config.block_rows + 2 * config.block_tokens) * width * dtype.itemsize <= shared_bytes:
+        # Compiled for sm_90, these keep at most two buffers of latents beside the queries (other stages load pages),
+        # and the weights of a block.
+        numbers = (config.block_rows + 2 * config.block_tokens) * width + config.block_rows * config.block_tokens
+        if numbers * dtype.itemsize <= shared_bytes:
             return config
     return TileConfig(16, 16, 4, 2)
 
@@ -49,6 +51,12 @@ def latent_config(dtype: torch.dtype, num_rows: int, width: int, shared_bytes: i
 def programs_a_multiprocessor(config: TileConfig) -> int:
     """How many run at once: two hide each other's waiting where the arithmetic is little."""
     return 2 if config.block_rows == 16 else 1
+
+
+def warps_share_rows(config: TileConfig) -> bool:
+    """Whether warps must divide the tokens of a block as well, or each score would be computed twice: a warp takes 16
+    rows. (Tiles of fewer than 64 rows are computed by other instructions, where Triton divides the tokens anyway.)"""
+    return config.block_rows >= 64 and config.block_rows < 16 * config.num_warps
 
 
 def latent_splits(num_programs: int, max_kv_len: int, num_sms: int) -> tuple[int, int]:
@@ -131,6 +139,7 @@ def latent_attention(
         SPLIT=num_splits > 1,
         LSE=lse is not None,
         PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
+        BRANCHED=warps_share_rows(config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -185,6 +194,7 @@ def _latent_kernel(
     SPLIT: tl.constexpr,
     LSE: tl.constexpr,
     PRECISION: tl.constexpr,
+    BRANCHED: tl.constexpr,
 ):
     TILE_QUERIES: tl.constexpr = BLOCK_ROWS // HEAD_BLOCK if TILED else 1
     packed = tl.arange(0, BLOCK_ROWS)
@@ -242,16 +252,23 @@ def _latent_kernel(
     row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_LATENT], tl.float32)
     pages = page_table + request * table_row
-    acc, row_max, row_sum = _attend_span(
-        acc, row_max, row_sum, ql, qr, latent_pages, rope_pages, pages, positions, begin, whole, scale,
-        l_page, l_token, r_page, r_token,
-        PAGE_SIZE, LATENT, ROPE, BLOCK_LATENT, BLOCK_ROPE, BLOCK_TOKENS, PRECISION, False,
-    )  # fmt: skip
-    acc, row_max, row_sum = _attend_span(
-        acc, row_max, row_sum, ql, qr, latent_pages, rope_pages, pages, positions, whole, end, scale,
-        l_page, l_token, r_page, r_token,
-        PAGE_SIZE, LATENT, ROPE, BLOCK_LATENT, BLOCK_ROPE, BLOCK_TOKENS, PRECISION, True,
-    )  # fmt: skip
+    if BRANCHED:
+        acc, row_max, row_sum = _attend_span(
+            acc, row_max, row_sum, ql, qr, latent_pages, rope_pages, pages, positions, begin, whole, end, scale,
+            l_page, l_token, r_page, r_token,
+            PAGE_SIZE, LATENT, ROPE, BLOCK_LATENT, BLOCK_ROPE, BLOCK_TOKENS, PRECISION, True, True,
+        )  # fmt: skip
+    else:
+        acc, row_max, row_sum = _attend_span(
+            acc, row_max, row_sum, ql, qr, latent_pages, rope_pages, pages, positions, begin, whole, whole, scale,
+            l_page, l_token, r_page, r_token,
+            PAGE_SIZE, LATENT, ROPE, BLOCK_LATENT, BLOCK_ROPE, BLOCK_TOKENS, PRECISION, False, False,
+        )  # fmt: skip
+        acc, row_max, row_sum = _attend_span(
+            acc, row_max, row_sum, ql, qr, latent_pages, rope_pages, pages, positions, whole, whole, end, scale,
+            l_page, l_token, r_page, r_token,
+            PAGE_SIZE, LATENT, ROPE, BLOCK_LATENT, BLOCK_ROPE, BLOCK_TOKENS, PRECISION, True, False,
+        )  # fmt: skip
 
     store_rows(
         acc, row_max, row_sum, out, sums, rows, heads, valid, num_heads, split, tl.num_programs(2),
@@ -271,6 +288,7 @@ def _attend_span(
     pages,
     positions,
     begin,
+    whole,
     end,
     scale,
     l_page,
@@ -285,8 +303,14 @@ def _attend_span(
     BLOCK_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
+    BRANCHED: tl.constexpr,
 ):
-    """Take the tokens `begin` … `end` into the running softmax, as `triton_tiles.attend_span` does."""
+    """Take the tokens `begin` … `end` into the running softmax, as `triton_tiles.attend_span` does.
+
+    BRANCHED takes those before `whole` without the mask of scores. The branch is also what lets the warps divide the
+    scores: where one product feeds another directly, Triton gives each warp rows of its own, and warps beyond the rows
+    the same ones again. (The two parts of the scores are joined behind it for the same reason.)
+    """
     tokens = tl.arange(0, BLOCK_TOKENS)
     l_cols = tl.arange(0, BLOCK_LATENT)
     r_cols = tl.arange(0, BLOCK_ROPE)
@@ -298,11 +322,22 @@ def _attend_span(
         rope_at = rope_pages + (page * r_page + offset * r_token)[:, None] + r_cols[None, :]
         latent = load_tokens(latent_at, inside, l_cols < LATENT, MASKED, LATENT != BLOCK_LATENT)
         rope = load_tokens(rope_at, inside, r_cols < ROPE, MASKED, ROPE != BLOCK_ROPE)
-        scores = tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)
-        scores = tl.dot(q_latent, tl.trans(latent), scores, input_precision=PRECISION)
-        weights, decay, row_max, row_sum = take_scores(
-            scores, row_max, row_sum, positions, token, inside, scale, MASKED
-        )
+        rope_scores = tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)
+        if BRANCHED:
+            scores = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
+            if start < whole:
+                weights, decay, row_max, row_sum = take_scores(
+                    scores + rope_scores, row_max, row_sum, positions, token, inside, scale, False
+                )
+            else:
+                weights, decay, row_max, row_sum = take_scores(
+                    scores + rope_scores, row_max, row_sum, positions, token, inside, scale, True
+                )
+        else:
+            scores = tl.dot(q_latent, tl.trans(latent), rope_scores, input_precision=PRECISION)
+            weights, decay, row_max, row_sum = take_scores(
+                scores, row_max, row_sum, positions, token, inside, scale, MASKED
+            )
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision=PRECISION)
     return acc, row_max, row_sum

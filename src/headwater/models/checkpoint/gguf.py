@@ -17,7 +17,9 @@ from headwater.kv.files import FileState, NamedFile
 from headwater.models.checkpoint.base import BLOCK_BYTES, RowBlocks, opened_states, read_bytes
 from headwater.models.checkpoint.gguf_experts import expert_tensors
 from headwater.models.checkpoint.gguf_file import GGUFHeader, GGUFTensor, import_gguf, read_gguf_header
-from headwater.models.config import ModelConfig
+from headwater.models.checkpoint.gguf_latent import PARTS as LATENT_PARTS
+from headwater.models.checkpoint.gguf_latent import joined_up
+from headwater.models.config import MLAConfig, ModelConfig
 from headwater.models.config_gguf import config_from_gguf
 from headwater.models.weights import TensorHandle
 
@@ -43,6 +45,7 @@ _LAYER_PARTS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    **LATENT_PARTS,
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # llama.cpp turns neighbouring dimensions where Hugging Face turns the halves of a head, and its converter reorders
@@ -128,8 +131,13 @@ class GGUFCheckpoint:
             if tensor.name == _ROPE_FACTORS:
                 continue  # part of the config
             if (experts := expert_tensors(tensor, self.config)) is not None:
-                yield from ((name, GGUFHandle(self.path, name, own, None)) for name, own in experts)
+                yield from ((name, self._plain(name, own)) for name, own in experts)
                 continue
+            if isinstance(self.config.attention, MLAConfig):
+                joined = joined_up(tensor, self.header.tensors, self.config.attention, self._plain)
+                if joined is not None:
+                    yield from joined
+                    continue
             name, part = _hf_name(tensor.name)
             yield (
                 name,
@@ -141,6 +149,9 @@ class GGUFCheckpoint:
         from headwater.models.tokenizer import load_tokenizer
 
         return load_tokenizer(self.path.parent, self.config, gguf_file=self.path.name)
+
+    def _plain(self, name: str, tensor: GGUFTensor) -> GGUFHandle:
+        return GGUFHandle(self.path, name, tensor, None)
 
     def _freq_factors(self) -> tuple[float, ...] | None:
         tensor = self.header.tensors.get(_ROPE_FACTORS)

@@ -101,7 +101,7 @@ def open_embedded(url: StoreUrl, group: int | None = None, *, create: bool = Tru
                 _local_cores.remove(core)
             core.close()
 
-        return EmbeddedStore(core, str(url), deadline_s, release)
+        return EmbeddedStore(core, url, deadline_s, release)
     with _system_errors(url), _registry_lock:
         if not create:
             _require_index(url)
@@ -185,7 +185,7 @@ def _open_shared(url: StoreUrl, group: int | None, deadline_s: float, *, is_give
                 if not is_given:
                     _check_settings(url, shared.core.geometry)
                 shared.uses += 1
-                return EmbeddedStore(shared.core, str(url), deadline_s, partial(_release, key))
+                return EmbeddedStore(shared.core, url, deadline_s, partial(_release, key))
     members = SharedMembers(path, group or new_group())
     try:
         with members.creating(time.monotonic() + _OPEN_DEADLINE_S) as held:
@@ -198,7 +198,7 @@ def _open_shared(url: StoreUrl, group: int | None, deadline_s: float, *, is_give
     at = os.stat(path)
     key = (at.st_dev, at.st_ino, core.members.group)
     _cores[key] = _Shared(core, 1)
-    return EmbeddedStore(core, str(url), deadline_s, partial(_release, key))
+    return EmbeddedStore(core, url, deadline_s, partial(_release, key))
 
 
 def _require_index(url: StoreUrl) -> None:

@@ -225,6 +225,7 @@ def store_stats(url: str, g: Geometry, words: Sequence[int], num_members: int) -
         members=num_members,
         stored=words[Word.STORED],
         stored_bytes=words[Word.STORED_BYTES],
+        stored_raw_bytes=words[Word.STORED_RAW_BYTES],
         evicted=words[Word.EVICTED],
         damaged=words[Word.DAMAGED],
         aborted=words[Word.ABORTED],

@@ -122,13 +122,18 @@ class Exporter:
             tiles, encoding = extent_tiles(self._core, spec, found.entry), found.entry.record.encoding
             sums, record = np.array(found.sums, np.uint64), found.entry.record
             return Exported(root, chunk, tiles, sums, lease, is_held, encoding, record.id, record.is_exclusive)
-        tiles = np.empty(shard.local_shape(spec, chunk.first_token, chunk.num_tokens), np.uint8)
+        record = found.entry.record
+        encoding = record.encoding if record.parts == 1 else RAW
         try:
-            status = self._reader.read(root, [Piece(chunk, shard, tiles)], deadline)[0]
+            if encoding != RAW:
+                status, tiles = self._reader.read_stored(spec, found, deadline)
+            else:
+                tiles = np.empty(shard.local_shape(spec, chunk.first_token, chunk.num_tokens), np.uint8)
+                status = self._reader.read(root, [Piece(chunk, shard, tiles)], deadline)[0]
         finally:
             if lease is not None:
                 lease.release()
-        return Exported(root, chunk, tiles, None, None, is_held) if status == Status.OK else None
+        return Exported(root, chunk, tiles, None, None, is_held, encoding) if status == Status.OK else None
 
     def _is_held(self, entry: Entry) -> bool:
         """Whether anybody holds a chunk. Who holds what is looked up once for many."""

@@ -43,6 +43,10 @@ _MAX_ROUNDS = 64
 _MAX_SCANS = 2
 """Scans of one eviction: the second is for the case that all candidates of the first were used meanwhile."""
 _PLAUSIBLE = 1 << 56
+_EVENT_COUNTS = (
+    *(Word.EVICTED, Word.DAMAGED, Word.STORED, Word.ABORTED, Word.REBUILDS),
+    *(Word.STORED_BYTES, Word.STORED_RAW_BYTES),
+)
 
 
 class Janitor:
@@ -344,7 +348,7 @@ class Janitor:
         words[Word.BACKED] = backed
         for counter in (Word.USED_UNITS, Word.USED_CELLS, Word.PENDING, Word.CHUNKS):
             words[counter] = 0
-        for counter in (Word.EVICTED, Word.DAMAGED, Word.STORED, Word.ABORTED, Word.REBUILDS, Word.STORED_BYTES):
+        for counter in _EVENT_COUNTS:
             # What happened is in no record: kept where it can be true, begun anew where it is noise.
             words[counter] = words[counter] if words[counter] < _PLAUSIBLE else 0
         self._candidates = []

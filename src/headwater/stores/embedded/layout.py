@@ -52,6 +52,7 @@ class Word:
     STORED_BYTES = 16
     BOOT = 17  # which boot of the machine last opened it
     EVENTS = 18  # somebody follows: writers note events in the ring
+    STORED_RAW_BYTES = 19  # what STORED_BYTES would be if nothing were packed
     COUNT = 32
 
     @staticmethod
@@ -245,6 +246,11 @@ class Record(NamedTuple):
     def first_token(self) -> int:
         """Position of the chunk's first token in its prompt."""
         return self.number * self.chunk_tokens
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the extent, if its tiles were raw."""
+        return self.num_sums // max(self.parts, 1) * self.num_tokens * self.row_bytes
 
     @property
     def tile_bytes(self) -> int:

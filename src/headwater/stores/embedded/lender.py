@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headwater.errors import HeadwaterError
-from headwater.kv.encoding import RAW
+from headwater.kv.encoding import RAW, can_decode
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard
@@ -47,6 +47,7 @@ class _Shown(NamedTuple):
     place: Place
     sums: bytes | memoryview
     """Of all its tiles: those that were not asked for may mean nothing."""
+    encoding: int
 
 
 class Lender:
@@ -67,10 +68,12 @@ class Lender:
         entries = self._find([chunk.key for chunk in chunks])
         places: list[Place | None] = []
         payloads, blank = list[bytes | memoryview](), bytes(8 * spec.num_tiles)
+        encodings = list[int]()
         cells = list[int]()
         for chunk, entry in zip(chunks, entries, strict=True):
             found = self._reader.peek(spec, chunk, entry)
-            if found is None or not found.addressable:
+            encodings.append(RAW if entry is None else entry.record.encoding)
+            if found is None or not found.lendable:
                 places.append(None)
                 payloads.append(blank)
                 continue
@@ -86,13 +89,14 @@ class Lender:
                 shown = self._show(spec, chunks[i], shard, data)
                 leases += [] if shown is None else [shown.lease]
                 places[i], payloads[i] = (None, blank) if shown is None else (shown.place, shown.sums)
+                encodings[i] = RAW if shown is None else shown.encoding
             lease = _Leases(leases) if leases else None
         # Only of what is complete: the age of a pending record says when its writers last came.
         self._index.touch_all(np.array(cells, np.int64), time.time_ns())
         layers, heads = shard.layers, shard.heads
         sums = np.frombuffer(b"".join(payloads), np.uint64).reshape(-1, spec.num_layers, spec.num_kv_heads)
         part = sums[:, layers.start : layers.stop : layers.step, heads.start : heads.stop]
-        return Loan(lease, places, part)
+        return Loan(lease, places, part, encodings)
 
     def arrived(self, chunks: Sequence[ChunkRef], shard: Shard, spec: KVSpec) -> list[Arrived]:
         """See `stores.base.MappedStore.arrived`. Some microseconds a chunk, and some tens for each group of writers."""
@@ -114,11 +118,12 @@ class Lender:
         record, is_complete = entry.record, entry.state == COMPLETE
         if not is_complete and is_dead(entry):
             return NOT_HERE
-        is_fit = record.parts == 1 and record.encoding == RAW and self._reader.fitting_tile_bytes(spec, chunk, record)
+        is_fit = record.parts == 1 and can_decode(record.encoding)
+        is_fit = is_fit and self._reader.fitting_tile_bytes(spec, chunk, record) > 0
         if not is_fit:  # whatever it is, it cannot be lent
-            return Arrived(record.id, 0, is_complete)
+            return Arrived(record.id, 0, is_complete, record.encoding)
         num_layers = len(shard.layers) if is_complete else self._num_noted(spec, shard, entry)
-        return Arrived(record.id, num_layers, is_complete)
+        return Arrived(record.id, num_layers, is_complete, record.encoding)
 
     def _num_noted(self, spec: KVSpec, shard: Shard, entry: Entry) -> int:
         """Layers of the shard, from the first on, all of whose checksums a pending record has."""
@@ -156,10 +161,10 @@ class Lender:
         if lease is None:
             return None
         found = self._reader.peek(spec, chunk, entry)
-        if found is None or not found.addressable:
+        if found is None or not found.lendable:
             lease.release()
             return None
-        return _Shown(lease, data.place(found.offset), found.sums)
+        return _Shown(lease, data.place(found.offset), found.sums, found.entry.record.encoding)
 
     def _show_pending(self, entry: Entry, data: MappedData) -> _Shown | None:
         record, members = entry.record, self._core.members
@@ -168,14 +173,14 @@ class Lender:
         lease = ChunkLease(members, record.id)
         is_same = self._index.state_words[self._index.word_at(entry.cell)] == entry.word
         if is_same and data.holds(record.offset, record.length):
-            return _Shown(lease, data.place(record.offset), self._index.pending_sums(entry))
+            return _Shown(lease, data.place(record.offset), self._index.pending_sums(entry), record.encoding)
         lease.release()
         return None
 
     def _is_in(self, spec: KVSpec, chunk: ChunkRef, shard: Shard, entry: Entry) -> bool:
         """Whether a pending record is what is asked for, and has all checksums of this shard's tiles."""
         record = entry.record
-        if entry.state != PENDING or record.parts != 1 or record.encoding != RAW:
+        if entry.state != PENDING or record.parts != 1 or not can_decode(record.encoding):
             return False
         if not self._reader.fitting_tile_bytes(spec, chunk, record):
             return False

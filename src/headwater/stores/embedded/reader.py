@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import BufferMismatchError, DeadlineError, HeadwaterError, StoreDamagedError
-from headwater.kv.encoding import ENCODINGS, RAW, refuse, stored_tile_bytes
+from headwater.kv.encoding import ENCODINGS, RAW, can_decode, refuse, stored_tile_bytes
 from headwater.kv.format import checksum, gather_part, part_checksums, part_rows
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Shard, Split
 from headwater.stores.base import Piece, RootRef, Run, Status, Tiles
+from headwater.stores.decode import settle_tiles
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import MappedData
 from headwater.stores.embedded.index import Entry
@@ -44,6 +45,11 @@ class Loaded(NamedTuple):
     """Whether its tiles are mapped, raw and in one part, so that a reader can copy them as they are."""
     exportable: bool
     """Whether they are mapped and in one part, so that another store can take them as they are."""
+
+    @property
+    def lendable(self) -> bool:
+        """Whether they are mapped, in one part, and can be used here."""
+        return self.exportable and can_decode(self.entry.record.encoding)
 
     def still(self, state_words: memoryview, spec: KVSpec, num_tokens: int) -> bool:
         """Whether the record is still there (see `known`), and is what is asked for."""
@@ -168,7 +174,7 @@ class Reader:
         spec, words, plan = root.space.spec, self._index.state_words, TileReadPlan()
         statuses = [Status.OK] * len(pieces)
         loaded: list[Loaded | None] = [None] * len(pieces)
-        for i, (chunk, shard, tiles, _) in enumerate(pieces):
+        for i, (chunk, shard, tiles, *_) in enumerate(pieces):
             if i % _CLOCK_LOADS == _CLOCK_LOADS - 1 and time.monotonic() >= deadline:
                 return [Status.TIMEOUT] * len(pieces)
             found = self._loaded.get(chunk.key)
@@ -284,7 +290,7 @@ class Reader:
     def fitting_tile_bytes(self, spec: KVSpec, chunk: ChunkRef, record: Record) -> int:
         """Stored bytes of a tile, where a record is what is asked for, in an encoding that is known; 0 elsewhere."""
         size = stored_tile_bytes(spec, chunk.num_tokens, record.encoding)
-        if not size:
+        if record.encoding not in ENCODINGS:
             refuse(record.encoding, self._core.name)
         tiles = spec.num_tiles
         shape = (record.kind, record.num_tokens, record.length, record.num_sums, record.first_token, record.row_bytes)
@@ -295,26 +301,62 @@ class Reader:
         if time.monotonic() >= deadline:
             return Status.TIMEOUT
         record = found.entry.record
-        if record.encoding != RAW:
+        if not can_decode(record.encoding):
             refuse(record.encoding, self._core.name)
             return Status.MISS
         whole = record.parts == 1 and shard.split.parts == 1
+        copy = self._copy_file if whole else self._copy_parts
+        if record.encoding != RAW:
+            copy = self._copy_encoded
         try:
-            return (self._copy_file if whole else self._copy_parts)(spec, found, shard, tiles, deadline)
+            return copy(spec, found, shard, tiles, deadline)
         except (OSError, IndexError):
             return Status.DAMAGED  # a segment is gone or short
 
     def _copy_file(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
         """One `preadv` per layer (a shard's heads lie together), verified after it."""
-        record, size = found.entry.record, found.tile_bytes
         for i, layer in enumerate(shard.layers):
-            number = layer * spec.num_kv_heads + shard.heads.start
-            targets = [tiles[i, j] for j in range(len(shard.heads))]
-            if not self._core.data.load(record.offset + number * size, targets, deadline):
-                return Status.TIMEOUT
-            for j, target in enumerate(targets):
-                if checksum(target) != found.sums[number + j]:
-                    return Status.DAMAGED
+            status = self._copy_layer(spec, found, layer, shard.heads, tiles[i], deadline)
+            if status != Status.OK:
+                return status
+        return Status.OK
+
+    def read_stored(self, spec: KVSpec, found: Loaded, deadline: float) -> tuple[Status, Tiles]:
+        """A copy of all tiles of a chunk in one part, as they are stored, verified."""
+        tiles = np.empty((spec.num_layers, spec.num_kv_heads, found.tile_bytes), np.uint8)
+        whole = Shard(range(spec.num_layers), range(spec.num_kv_heads))
+        try:
+            status = self._copy_file(spec, found, whole, tiles, deadline)
+        except (OSError, IndexError):
+            status = Status.DAMAGED
+        return self.blame(found.entry, deadline) if status == Status.DAMAGED else status, tiles
+
+    def _copy_encoded(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
+        """Tiles that are not raw: verified as they are stored, in scratch memory, and then decoded."""
+        record = found.entry.record
+        chunk = ChunkRef(record.key, b"", record.number, record.first_token, record.num_tokens, b"")
+        stored = np.empty((1, len(shard.heads), found.tile_bytes), np.uint8)
+        for i, layer in enumerate(shard.layers):
+            status = self._copy_layer(spec, found, layer, shard.heads, stored[0], deadline)
+            if status == Status.OK and time.monotonic() >= deadline:
+                status = Status.TIMEOUT
+            if status != Status.OK:
+                return status
+            if not settle_tiles(spec, chunk, shard, record.encoding, stored, tiles[i : i + 1]):
+                return Status.DAMAGED
+        return Status.OK
+
+    def _copy_layer(
+        self, spec: KVSpec, found: Loaded, layer: int, heads: range, tiles: Tiles, deadline: float
+    ) -> Status:
+        """The stored tiles of one layer of some heads, verified."""
+        number = layer * spec.num_kv_heads + heads.start
+        targets = [tiles[j] for j in range(len(heads))]
+        if not self._core.data.load(found.offset + number * found.tile_bytes, targets, deadline):
+            return Status.TIMEOUT
+        for j, target in enumerate(targets):
+            if checksum(target) != found.sums[number + j]:
+                return Status.DAMAGED
         return Status.OK
 
     def _copy_parts(self, spec: KVSpec, found: Loaded, shard: Shard, tiles: Tiles, deadline: float) -> Status:
@@ -366,10 +408,12 @@ class Reader:
             raise HeadwaterError("only whole tiles of a mapped store can be borrowed; use read")
         lease = self.lease(root, chunk.key)
         found = self.load(root.space.spec, chunk) if lease is not None else None
-        if lease is None or found is None or found.entry.record.encoding != RAW:
+        if lease is None or found is None:
             if lease is not None:
                 lease.release()
             return Status.MISS
+        if found.entry.record.encoding != RAW:
+            return self._borrow_copy(root, chunk, shard, lease)
         tiles = extent_tiles(self._core, root.space.spec, found.entry)
         view = tiles[shard.layers.start : shard.layers.stop : shard.layers.step, shard.heads.start : shard.heads.stop]
         status = self._verify_in_place(root.space.spec, found, shard, view)
@@ -378,6 +422,17 @@ class Reader:
             return self.blame(found.entry, time.monotonic() + 1.0)
         view.flags.writeable = False
         return lease, view
+
+    def _borrow_copy(
+        self, root: RootRef, chunk: ChunkRef, shard: Shard, lease: ChunkLease
+    ) -> tuple[ChunkLease, Tiles] | Status:
+        tiles = np.empty(shard.local_shape(root.space.spec, chunk.first_token, chunk.num_tokens), np.uint8)
+        status = self.read(root, [Piece(chunk, shard, tiles)], time.monotonic() + 1.0)[0]
+        if status != Status.OK:
+            lease.release()
+            return status
+        tiles.flags.writeable = False
+        return lease, tiles
 
     def _verify_in_place(self, spec: KVSpec, found: Loaded, shard: Shard, view: Tiles) -> Status:
         record, parts = found.entry.record, found.entry.record.parts

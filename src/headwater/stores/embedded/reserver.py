@@ -17,8 +17,7 @@ from headwater.kv.encoding import RAW, stored_extent_bytes
 from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
-from headwater.kv.topology import Split
-from headwater.stores.base import RootRef, SpaceRef, Status
+from headwater.stores.base import Form, RootRef, SpaceRef, Status
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.fill import empty_payload
 from headwater.stores.embedded.index import Entry
@@ -41,8 +40,6 @@ class Reserver:
     def __init__(self, core: Core) -> None:
         self.core = core
         self._index = core.index
-        self._encoding = RAW
-        """How the tiles of new chunks are stored."""
         self._exclusive = False
         """Of the transaction under way: whether it is for one filler alone."""
 
@@ -50,7 +47,7 @@ class Reserver:
         self,
         root: RootRef,
         chunks: Sequence[ChunkRef],
-        split: Split,
+        forms: Sequence[Form],
         deadline: float,
         begun: Collection[bytes] = (),
         *,
@@ -68,13 +65,13 @@ class Reserver:
             self._exclusive = exclusive
             home = self._ensure_root(root)
             # The chunk before, just looked at: the usual parent. Nothing is removed between one chunk and the next.
-            last = self._join_all(chunks[len(found) :], split, found) if home is not None else None
+            last = self._join_all(chunks[len(found) :], forms[len(found) :], found) if home is not None else None
             if home is not None:
-                last = self._make_all(root, chunks[len(found) :], split, last, begun, found)
+                last = self._make_all(root, chunks[len(found) :], forms[len(found) :], last, begun, found)
             while len(found) < len(chunks):
-                chunk = chunks[len(found)]
+                chunk, form = chunks[len(found)], forms[len(found)]
                 may_make = chunk.key not in begun
-                outcome = Status.FULL if home is None else self._reserve_one(root, chunk, split, last, may_make)
+                outcome = Status.FULL if home is None else self._reserve_one(root, chunk, form, last, may_make)
                 if outcome is None:
                     return False
                 found.append(outcome)
@@ -88,7 +85,7 @@ class Reserver:
             found += [Status.TIMEOUT] * (len(chunks) - len(found))
         return found
 
-    def _join_all(self, chunks: Sequence[ChunkRef], split: Split, found: list[Outcome]) -> Entry | None:
+    def _join_all(self, chunks: Sequence[ChunkRef], forms: Sequence[Form], found: list[Outcome]) -> Entry | None:
         """Join the first chunks as long as each is pending for this group under the one before; the last of them.
 
         That is what every rank of a server but its first meets for whole prompts.
@@ -101,13 +98,13 @@ class Reserver:
         if parent is None or parent.state not in (PENDING, COMPLETE):
             return None
         entries = self.core.columns.find([chunk.key for chunk in chunks]).entries()
-        for chunk, entry in zip(chunks, entries, strict=True):
+        for chunk, form, entry in zip(chunks, forms, entries, strict=True):
             if entry is None or entry.state != PENDING or chunk.parent != parent.record.key:
                 break
             record = entry.record
             if record.parent_id != parent.record.id or record.group != members.group:
                 break
-            if not self._is_alike(record, split) or self.core.janitor.expired(entry):
+            if not self._is_alike(record, form) or self.core.janitor.expired(entry):
                 break
             joined.append(entry)
             parent = entry
@@ -119,34 +116,35 @@ class Reserver:
         self,
         root: RootRef,
         chunks: Sequence[ChunkRef],
-        split: Split,
+        forms: Sequence[Form],
         last: Entry | None,
         begun: Collection[bytes],
         found: list[Outcome],
     ) -> Entry | None:
-        """Make records for the first chunks, as long as each is whole, new and behind the one before, and as many as
-        there is room for side by side; the last of them, or the one before them.
+        """Make records for the first chunks, as long as each is whole, new, of one form and behind the one before, and
+        as many as there is room for side by side; the last of them, or the one before them.
 
         That is what the first rank of a server meets for a new prompt. The rest is left to `_reserve_one`.
         """
-        if len(chunks) < 2 or split.parts > 1:
+        if len(chunks) < 2 or forms[0].split.parts > 1:
             return last
+        form = forms[0]
         janitor, members, index, spec = self.core.janitor, self.core.members, self._index, root.space.spec
         parent = last if last is not None and last.record.key == chunks[0].parent else index.find(chunks[0].parent)
         if parent is None or parent.state not in (PENDING, COMPLETE):
             return last
-        length = stored_extent_bytes(spec, root.space.chunk_tokens, self._encoding)
+        length = stored_extent_bytes(spec, root.space.chunk_tokens, form.encoding)
         room = max(0, self._pending_limit - index.words[Word.PENDING]) // length
         wanted, above = 0, chunks[0].parent
-        for chunk in chunks[:room]:
+        for chunk, other in zip(chunks[:room], forms, strict=False):
             is_whole = chunk.num_tokens == root.space.chunk_tokens and chunk.parent == above
-            if not is_whole or chunk.key in begun or index.find(chunk.key) is not None:
+            if not is_whole or other != form or chunk.key in begun or index.find(chunk.key) is not None:
                 break
             wanted, above = wanted + 1, chunk.key
         ids = [_new_id() for _ in range(wanted)]
         published = members.publish_all(ids)  # before they can be seen: a record that nobody fills is dead
         offset, count = janitor.allocate_run(length, published)
-        need = cells_for(len(empty_payload(spec, split, chunks[0])))
+        need = cells_for(len(empty_payload(spec, form.split, chunks[0])))
         first = index.claim(need * count) if count else 0
         if count and not first:
             janitor.free_run(offset, length, count)
@@ -157,7 +155,7 @@ class Reserver:
         stride, now = janitor.units_for(length) * self.core.geometry.unit_bytes, time.time_ns()
         parents = [(parent.record.id, parent.cell), *((ids[i], first + i * need) for i in range(count - 1))]
         records = [
-            self._record(root, chunks[i], split, ids[i], parents[i], offset + i * stride, length, now)
+            self._record(root, chunks[i], form, ids[i], parents[i], offset + i * stride, length, now)
             for i in range(count)
         ]
         made = self.core.columns.insert(first, records, now)
@@ -175,7 +173,7 @@ class Reserver:
         self,
         root: RootRef,
         chunk: ChunkRef,
-        split: Split,
+        form: Form,
         record_id: int,
         parent: tuple[int, int],
         offset: int,
@@ -184,7 +182,7 @@ class Reserver:
     ) -> Record:
         """The record of a new chunk whose extent lies there. `parent`: its id and cell."""
         spec = root.space.spec
-        num_sums = spec.num_tiles * split.parts
+        num_sums = spec.num_tiles * form.split.parts
         return Record(
             key=chunk.key,
             id=record_id,
@@ -198,11 +196,11 @@ class Reserver:
             num_tokens=chunk.num_tokens,
             number=chunk.number,
             num_sums=num_sums,
-            interleave=split.interleave,
+            interleave=form.split.interleave,
             payload_bytes=9 * num_sums,
-            parts=split.parts,
+            parts=form.split.parts,
             kind=CHUNK,
-            encoding=self._encoding,
+            encoding=form.encoding,
             chunk_tokens=root.space.chunk_tokens,
             row_bytes=spec.row_bytes,
             exclusive=int(self._exclusive),
@@ -275,7 +273,7 @@ class Reserver:
         return None
 
     def _reserve_one(
-        self, root: RootRef, chunk: ChunkRef, split: Split, last: Entry | None, may_make: bool
+        self, root: RootRef, chunk: ChunkRef, form: Form, last: Entry | None, may_make: bool
     ) -> Outcome | None:
         """None where another segment must be had first."""
         index = self._index
@@ -283,7 +281,7 @@ class Reserver:
         if parent is None or parent.state not in (PENDING, COMPLETE):
             return Status.NO_PARENT
         entry = index.find(chunk.key)
-        joined = self._join(entry, parent, split) if entry is not None else None
+        joined = self._join(entry, parent, form) if entry is not None else None
         if joined is not None:
             return joined
         if not may_make:
@@ -295,11 +293,11 @@ class Reserver:
             if entry is not None:
                 index.words[Word.ABORTED] += entry.record.parent_id == parent.record.id
                 self.core.janitor.remove([entry])
-            return self._reserve_new(root, chunk, split, parent)
+            return self._reserve_new(root, chunk, form, parent)
         finally:
             index.add_child(parent.cell, -1)
 
-    def _join(self, entry: Entry, parent: Entry, split: Split) -> Outcome | None:
+    def _join(self, entry: Entry, parent: Entry, form: Form) -> Outcome | None:
         """What a record that is there means for whoever wants to write; None where it is dead and must go."""
         record, members = entry.record, self.core.members
         if record.parent_id != parent.record.id:
@@ -310,20 +308,20 @@ class Reserver:
             return Status.EXISTS
         if self.core.janitor.expired(entry):
             return None
-        if record.group != members.group or not self._is_alike(record, split):
+        if record.group != members.group or not self._is_alike(record, form):
             return Status.BUSY
         return entry if members.publish(record.id) else Status.FULL
 
-    def _is_alike(self, record: Record, split: Split) -> bool:
+    def _is_alike(self, record: Record, form: Form) -> bool:
         """Whether a pending record is to be filled as this process would fill it."""
-        mine = (split.parts, split.interleave, self._encoding)
+        mine = (form.split.parts, form.split.interleave, form.encoding)
         alike = (record.parts, record.interleave, record.encoding) == mine
         return alike and not record.is_exclusive and not self._exclusive
 
-    def _reserve_new(self, root: RootRef, chunk: ChunkRef, split: Split, parent: Entry) -> Outcome | None:
+    def _reserve_new(self, root: RootRef, chunk: ChunkRef, form: Form, parent: Entry) -> Outcome | None:
         janitor, members, words = self.core.janitor, self.core.members, self._index.words
         spec = root.space.spec
-        length = stored_extent_bytes(spec, chunk.num_tokens, self._encoding)
+        length = stored_extent_bytes(spec, chunk.num_tokens, form.encoding)
         if words[Word.PENDING] + length > self._pending_limit:
             janitor.sweep()
             if words[Word.PENDING] + length > self._pending_limit:
@@ -331,8 +329,8 @@ class Reserver:
         offset = janitor.allocate(length, evict=not self.core.can_grow)
         if offset < 0:
             return None if self.core.can_grow else Status.FULL
-        payload, now = empty_payload(spec, split, chunk), time.time_ns()
-        record = self._record(root, chunk, split, _new_id(), (parent.record.id, parent.cell), offset, length, now)
+        payload, now = empty_payload(spec, form.split, chunk), time.time_ns()
+        record = self._record(root, chunk, form, _new_id(), (parent.record.id, parent.cell), offset, length, now)
         # Making room may have swept an expired parent away, which a count of children does not prevent.
         above = self._index.entry(parent.cell, chunk.parent)
         entry, is_published = None, members.publish(record.id)  # before it can be seen: one that nobody fills is dead

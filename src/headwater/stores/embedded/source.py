@@ -12,11 +12,11 @@ from functools import partial
 
 import numpy as np
 
-from headwater.kv.encoding import RAW, refuse
+from headwater.kv.encoding import can_decode, refuse
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
 from headwater.kv.topology import Split
-from headwater.stores.base import Filling, RootRef, Status, Tiles, check_extents
+from headwater.stores.base import Filling, Form, RootRef, Status, Tiles, check_extents
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.index import Entry
 from headwater.stores.embedded.layout import COMPLETE
@@ -33,17 +33,18 @@ class ExtentSource:
         self._core = core
         self._reader = reader
 
-    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
-        """See `stores.base.Source.splits`."""
-        return [self._split(self._core.index.find(chunk.key)) for chunk in chunks]
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """See `stores.base.ChunkSource.forms`."""
+        return [self._form(self._core.index.find(chunk.key)) for chunk in chunks]
 
-    def _split(self, entry: Entry | None) -> Split | None:
+    def _form(self, entry: Entry | None) -> Form | None:
         if entry is None or entry.state != COMPLETE:
             return None
-        if entry.record.encoding != RAW:
-            refuse(entry.record.encoding, self._core.name)
+        record = entry.record
+        if not can_decode(record.encoding):
+            refuse(record.encoding, self._core.name)
             return None
-        return Split(entry.record.parts, entry.record.interleave)
+        return Form(Split(record.parts, record.interleave), record.encoding)
 
     def fill(
         self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
@@ -78,5 +79,5 @@ class ExtentSource:
         finally:
             lease.release()
         self._core.index.touch(entry.cell, time.time_ns())
-        split = Split(record.parts, record.interleave)
-        return Filling(Status.OK, np.array(found.sums, np.uint64), split, record.encoding)
+        form = Form(Split(record.parts, record.interleave), record.encoding)
+        return Filling(Status.OK, np.array(found.sums, np.uint64), form)

@@ -17,13 +17,15 @@ import numpy.typing as npt
 from headwater.errors import DeadlineError, InvalidArgumentError, StoreClosedError, StoreDamagedError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
-from headwater.kv.topology import Shard, Split
+from headwater.kv.topology import Shard
 from headwater.stores.base import (
     Arrived,
     Filled,
     Filling,
+    Form,
     Loan,
     MappedStore,
+    Packing,
     Piece,
     Place,
     Progress,
@@ -50,6 +52,7 @@ from headwater.stores.embedded.writer import Writer
 from headwater.stores.events import EventKind, Follower
 from headwater.stores.host import boot_id
 from headwater.stores.stats import ChunkInfo, StoreStats, TierStats, VerifyReport
+from headwater.stores.url import StoreUrl
 
 DEFAULT_DEADLINE_S = 1.0
 
@@ -59,9 +62,10 @@ class EmbeddedStore:
 
     has_lower_tiers = False
 
-    def __init__(self, core: Core, url: str, deadline_s: float, release: Callable[[], None]) -> None:
+    def __init__(self, core: Core, url: StoreUrl, deadline_s: float, release: Callable[[], None]) -> None:
         self._core = core
-        self._url = url
+        self._url = str(url)
+        self.packing = Packing(url.packing)
         self._deadline_s = deadline_s
         self._release: Callable[[], None] | None = release
         self._reader = Reader(core)
@@ -151,14 +155,14 @@ class EmbeddedStore:
         self,
         root: RootRef,
         chunks: Sequence[ChunkRef],
-        split: Split,
+        forms: Sequence[Form],
         deadline_s: float | None = None,
         *,
         exclusive: bool = False,
     ) -> list[Ticket]:
         """See `stores.base.Store.reserve`. With `exclusive` nobody joins: a pending chunk is BUSY for all others."""
         with self._open():
-            return self._writer.reserve(root, chunks, split, self._deadline(deadline_s), exclusive=exclusive)
+            return self._writer.reserve(root, chunks, forms, self._deadline(deadline_s), exclusive=exclusive)
 
     def commit(self, filled: Sequence[Filled], deadline_s: float | None = None) -> list[Status]:
         with self._open():
@@ -340,10 +344,10 @@ class EmbeddedStore:
             entry = core.index.find(key)
             return entry is not None and entry.state == COMPLETE and entry.record.id == record_id
 
-    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
-        """See `stores.base.Source.splits`."""
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """See `stores.base.ChunkSource.forms`."""
         with self._open():
-            return self._source.splits(chunks)
+            return self._source.forms(chunks)
 
     def fill(
         self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.errors import DeadlineError, HeadwaterError, InvalidArgumentError, StoreDamagedError
-from headwater.kv.encoding import stored_extent_bytes
+from headwater.kv.encoding import RAW, stored_extent_bytes
 from headwater.kv.format import checksum, part_rows, scatter_part
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
-from headwater.kv.topology import Shard, Split
-from headwater.stores.base import Filled, Piece, Place, Reservation, RootRef, SpaceRef, Status, Tiles
+from headwater.kv.topology import Shard
+from headwater.stores.base import Filled, Form, Piece, Place, Reservation, RootRef, SpaceRef, Status, Tiles
 from headwater.stores.embedded.core import Core
 from headwater.stores.embedded.data import MappedData, Sources
 from headwater.stores.embedded.fill import Sums, fill_mapped, put_all_sums, row_runs
@@ -44,6 +44,17 @@ def _tile_numbers(width: int, parts: int, layers: range, heads: range, part: int
     return (tiles * parts + part).reshape(-1)
 
 
+@lru_cache(maxsize=256)
+def _check_form(spec: KVSpec, num_tokens: int, form: Form) -> None:
+    """Raise InvalidArgumentError where tiles of so many tokens cannot be stored so."""
+    is_divided = form.split.parts > 1 and form.encoding != RAW
+    if is_divided or not stored_extent_bytes(spec, num_tokens, form.encoding):
+        raise InvalidArgumentError(
+            f"tiles of {num_tokens} tokens of {spec} in {form.split.parts} parts cannot be stored in encoding "
+            f"{form.encoding}; expected {RAW}, raw"
+        )
+
+
 class Writer:
     """The writing half of an embedded store."""
 
@@ -64,7 +75,7 @@ class Writer:
             while end < len(pieces):
                 chunk = pieces[end].chunk
                 if chunk.key not in keys:
-                    size += stored_extent_bytes(spec, chunk.num_tokens)
+                    size += stored_extent_bytes(spec, chunk.num_tokens, pieces[end].encoding)
                     keys.add(chunk.key)
                 if end > start and (size > limit or len(keys) > _BATCH_CHUNKS):
                     break
@@ -77,24 +88,25 @@ class Writer:
 
     def _write_batch(self, root: RootRef, pieces: Sequence[Piece], deadline: float) -> list[Status]:
         spec = root.space.spec
-        chunks = list({piece.chunk.key: piece.chunk for piece in pieces}.values())
+        firsts = list({piece.chunk.key: piece for piece in reversed(pieces)}.values())[::-1]
         begun = {piece.chunk.key for piece in pieces if piece.before is not None}
-        split = pieces[0].shard.split
-        tickets = dict(
-            zip((c.key for c in chunks), self.reserve(root, chunks, split, deadline, begun=begun), strict=True)
-        )
+        chunks, forms = [p.chunk for p in firsts], [Form(p.shard.split, p.encoding) for p in firsts]
+        opened = self.reserve(root, chunks, forms, deadline, begun=begun)
+        tickets = {chunk.key: ticket for chunk, ticket in zip(chunks, opened, strict=True)}
         statuses = [tickets[piece.chunk.key].status for piece in pieces]
         commits: list[tuple[int, Commit]] = []
         claimed: list[tuple[int, Shard]] = []
         try:
             # All claims before the first copy: what runs between copies runs with a cold cache.
-            for i, (chunk, shard, _, before) in enumerate(pieces):
+            for i, (chunk, shard, _, before, encoding) in enumerate(pieces):
                 entry = tickets[chunk.key].entry
-                if entry is not None:
+                if entry is not None and entry.record.encoding != encoding:
+                    statuses[i] = Status.BUSY  # two pieces of one chunk that are not alike
+                elif entry is not None:
                     statuses[i] = self._claim(spec, entry, shard, before)
                     if statuses[i] == Status.OK:
                         claimed.append((entry.record.id, shard))
-            for i, (chunk, shard, tiles, _) in enumerate(pieces):
+            for i, (chunk, shard, tiles, _, _) in enumerate(pieces):
                 ticket = tickets[chunk.key]
                 if ticket.entry is None or statuses[i] != Status.OK:
                     continue
@@ -164,7 +176,7 @@ class Writer:
         self,
         root: RootRef,
         chunks: Sequence[ChunkRef],
-        split: Split,
+        forms: Sequence[Form],
         deadline: float,
         *,
         begun: Collection[bytes] = (),
@@ -172,7 +184,9 @@ class Writer:
     ) -> list[Ticket]:
         """See `stores.base.MappedStore.reserve`. Of the keys in `begun` no new record is made."""
         spec, pid = root.space.spec, os.getpid()
-        found = self._reserver.reserve(root, chunks, split, deadline, begun, exclusive=exclusive)
+        for chunk, form in zip(chunks, forms, strict=True):
+            _check_form(spec, chunk.num_tokens, form)
+        found = self._reserver.reserve(root, chunks, forms, deadline, begun, exclusive=exclusive)
         return [
             Ticket(self, spec, chunk, Status.OK, outcome, pid)
             if isinstance(outcome, Entry)
@@ -339,6 +353,7 @@ class Writer:
         words[Word.CHUNKS] += len(done)
         words[Word.STORED] += len(done)
         words[Word.STORED_BYTES] += num_bytes
+        words[Word.STORED_RAW_BYTES] += sum([entry.record.raw_bytes for entry in done])
         for record in [entry.record for entry in done if entry.record.is_tail]:
             parent = index.entry(record.parent_cell)
             if parent is not None and parent.record.id == record.parent_id:

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.kv.encoding import RAW, stored_tile_bytes
-from headwater.kv.format import checksum, gather_part, part_rows
+from headwater.kv.format import checksum
 from headwater.kv.spec import KVSpec
 from headwater.stores.base import Piece, Tiles
+from headwater.stores.decode import settle_tiles, takes_stored
 from headwater.stores.remote.base import Bytes, ObjectRange
 from headwater.stores.remote.manifest import Manifest, Names
 
@@ -33,21 +34,22 @@ class Proof(NamedTuple):
 
 
 class ObjectReadPlan:
-    """Spans of one read, each with its proof. Pieces of context-parallel readers go through scratch memory."""
+    """Spans of one read, each with its proof. Tiles that are not what a reader wants go through scratch memory."""
 
     def __init__(self, spec: KVSpec, names: Names) -> None:
         self._spec = spec
         self._names = names
         self.spans: list[ObjectRange] = []
         self.proofs: list[Proof] = []
-        self._scratch: dict[int, Tiles] = {}
+        self._scratch: dict[int, tuple[Tiles, int]] = {}
+        """By piece: its stored tiles, and their encoding."""
 
     def add(self, number: int, piece: Piece, manifest: Manifest) -> None:
         """Plan one piece. Neighbouring tiles of one object are one range."""
         shard, target = piece.shard, piece.tiles
-        if shard.split.parts > 1:
-            shape = (len(shard.layers), len(shard.heads), manifest.tile_bytes)
-            target = self._scratch[number] = np.empty(shape, np.uint8)
+        if not takes_stored(shard, manifest.encoding):
+            target = np.empty((len(shard.layers), len(shard.heads), manifest.tile_bytes), np.uint8)
+            self._scratch[number] = target, manifest.encoding
         if not target.size:
             return
         width, size, step = manifest.num_heads, manifest.tile_bytes, manifest.layers_per_piece
@@ -72,16 +74,13 @@ class ObjectReadPlan:
                 self.proofs.append(Proof(number, tiles, expected))
             at = (held, layer + 1) if (layer + 1) % step else None
 
-    def settle(self, number: int, piece: Piece) -> None:
-        """Bring what was verified in scratch memory to the caller. Call it for pieces that are OK."""
-        whole = self._scratch.get(number)
-        if whole is None:
-            return
-        chunk, shard = piece.chunk, piece.shard
-        rows = part_rows(shard.split, shard.part, chunk.first_token, chunk.num_tokens)
-        for i in range(whole.shape[0]):
-            for j in range(whole.shape[1]):
-                gather_part(self._spec, whole[i, j], rows, chunk.num_tokens, piece.tiles[i, j])
+    def settle(self, number: int, piece: Piece) -> bool:
+        """Bring what was verified in scratch memory to the caller. Call it for pieces that are OK. False where that is
+        not readable."""
+        if number not in self._scratch:
+            return True
+        stored, encoding = self._scratch[number]
+        return settle_tiles(self._spec, piece.chunk, piece.shard, encoding, stored, piece.tiles)
 
 
 def layers_per_piece(spec: KVSpec, chunk_tokens: int, piece_bytes: int, encoding: int = RAW) -> int:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from headwater.kv.encoding import RAW, refuse
+from headwater.kv.encoding import ENCODINGS, can_decode, refuse
 from headwater.kv.spec import KVSpec
 from headwater.stores.base import Piece, Run, Status
 from headwater.stores.events import EventKind
@@ -111,7 +111,12 @@ class RemoteReader:
         """
         statuses = [Status.MISS] * len(pieces)
         undecided = self.attempt(partial(self._read, spec, pieces, statuses, deadline), statuses, deadline)
-        self.judge([piece.chunk.key for piece in pieces], statuses, undecided, (RAW,))
+        self.judge(
+            [piece.chunk.key for piece in pieces],
+            statuses,
+            undecided,
+            [number for number in ENCODINGS if can_decode(number)],
+        )
         self.count([piece.tiles.nbytes for piece in pieces], statuses)
         return statuses
 
@@ -152,7 +157,7 @@ class RemoteReader:
         plan, outcome = ObjectReadPlan(spec, self._names), dict[int, Status]()
         for i in wanted:
             manifest = manifests.get(pieces[i].chunk.key)
-            if manifest is not None and manifest.encoding != RAW:
+            if manifest is not None and not can_decode(manifest.encoding):
                 refuse(manifest.encoding, self._guard.name)
             elif manifest is not None and manifest.fits(pieces[i].chunk, spec):
                 outcome[i] = Status.OK
@@ -171,9 +176,8 @@ class RemoteReader:
         for i, status in wrong:
             outcome[i] = max(outcome[i], status)
         for i, status in outcome.items():
-            statuses[i] = status
-            if status == Status.OK:
-                plan.settle(i, pieces[i])
+            is_good = status != Status.OK or plan.settle(i, pieces[i])
+            statuses[i] = status if is_good else Status.DAMAGED
         again = [i for i in wanted if statuses[i] != Status.OK and pieces[i].chunk.key in known]
         self._memory.forget({pieces[i].chunk.key for i in again})
         return again

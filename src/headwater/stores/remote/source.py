@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from headwater.kv.encoding import ENCODINGS, RAW, refuse
+from headwater.kv.encoding import ENCODINGS, can_decode, refuse
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
+from headwater.kv.topology import WHOLE
 from headwater.locks import ForkSafeLock
-from headwater.stores.base import Filling, Status, Tiles, check_extents
+from headwater.stores.base import Filling, Form, Status, Tiles, check_extents
 from headwater.stores.remote.base import ObjectClient, ObjectRange
 from headwater.stores.remote.guard import Guard
 from headwater.stores.remote.manifest import Manifest, Names
@@ -51,18 +52,22 @@ class RemoteSource:
         self._lookup_s = lookup_s
         self._counting = ForkSafeLock()
 
-    def look_up(self, chunks: Sequence[ChunkRef]) -> list[bool]:
-        """Whether each chunk is here, in raw tiles. Its manifest is remembered from now on."""
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """See `stores.base.ChunkSource.forms`. One question for those whose manifests are not known; it makes them
+        known."""
         keys = [chunk.key for chunk in chunks]
         end = time.monotonic() + self._lookup_s
         work = partial(self._reader.manifests, keys, self._reader.known(keys), end)
         found = self._guard.run("look-up", work, end) or {}
-        return [self._is_raw(found.get(key)) for key in keys]
+        return [self._form(found.get(key)) for key in keys]
 
-    def _is_raw(self, manifest: Manifest | None) -> bool:
-        if manifest is not None and manifest.encoding != RAW:
+    def _form(self, manifest: Manifest | None) -> Form | None:
+        if manifest is None:
+            return None
+        if not can_decode(manifest.encoding):
             refuse(manifest.encoding, self._guard.name)
-        return manifest is not None and manifest.encoding == RAW
+            return None
+        return Form(WHOLE, manifest.encoding)
 
     def fill(
         self, spec: KVSpec, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
@@ -75,7 +80,7 @@ class RemoteSource:
         self._reader.judge(keys, order.statuses, {*undecided, *order.misfits}, ENCODINGS)
         self._reader.count([extent.nbytes for extent in extents], order.statuses)
         return [
-            Filling(status, order.used[i].sums, encoding=order.used[i].encoding) if not status else Filling(status)
+            Filling(status, order.used[i].sums, Form(WHOLE, order.used[i].encoding)) if not status else Filling(status)
             for i, status in enumerate(order.statuses)
         ]
 

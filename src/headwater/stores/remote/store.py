@@ -14,8 +14,8 @@ from typing import Any
 
 from headwater.errors import InvalidArgumentError
 from headwater.kv.hashing import ChunkRef
-from headwater.kv.topology import WHOLE, Shard, Split, whole_shard
-from headwater.stores.base import Filling, Lease, Piece, Progress, RootRef, Run, SpaceRef, Status, Tiles
+from headwater.kv.topology import Shard, whole_shard
+from headwater.stores.base import Filling, Form, Lease, Packing, Piece, Progress, RootRef, Run, SpaceRef, Status, Tiles
 from headwater.stores.breaker import CircuitBreaker
 from headwater.stores.events import EventKind, Follower
 from headwater.stores.remote.admin import RemoteAdmin
@@ -53,6 +53,7 @@ class RemoteStore:
         self.url = url
         self._client = client
         self._names = Names(url.options.get("prefix", "hw"))
+        self.packing = Packing(url.packing)
         self._deadline_s = url.seconds("deadline", DEFAULT_DEADLINE_S)
         self.lookup_s = url.seconds("lookup", DEFAULT_LOOKUP_S)
         self.num_writers = client.num_writers
@@ -107,9 +108,9 @@ class RemoteStore:
         """See `stores.base.Store.read_shard`."""
         return self.read(root, [Piece(c, shard, t) for c, t in zip(chunks, tiles, strict=True)], deadline_s)
 
-    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
-        """See `stores.base.Source.splits`. One question for those whose manifests are not known; `fill` knows them."""
-        return [WHOLE if is_here else None for is_here in self._source.look_up(chunks)]
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """See `stores.base.ChunkSource.forms`."""
+        return self._source.forms(chunks)
 
     def fill(
         self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
@@ -125,7 +126,7 @@ class RemoteStore:
                 f"{self.url} takes complete chunks only; put a local tier before it, as in shm:///headwater,{self.url}"
             )
         deadline = self._deadline(deadline_s)
-        chunks = [WholeChunk(root, piece.chunk, piece.tiles, None) for piece in pieces]
+        chunks = [WholeChunk(root, piece.chunk, piece.tiles, None, encoding=piece.encoding) for piece in pieces]
         return self.store(chunks, deadline)
 
     def store(self, chunks: Sequence[WholeChunk], deadline: float, *, ask: bool = True) -> list[Status]:
@@ -246,6 +247,7 @@ class RemoteStore:
             members=1,
             stored=counts["stored"],
             stored_bytes=counts["stored_bytes"],
+            stored_raw_bytes=counts["stored_raw_bytes"],
             evicted=counts["vanished"],
             damaged=counts["damaged"],
             aborted=counts["full"],

@@ -38,6 +38,11 @@ class WholeChunk(NamedTuple):
     is_doubtful: bool = False
     """Whether tiles are to be compared with `sums`."""
 
+    @property
+    def raw_bytes(self) -> int:
+        """What its tiles take when they are raw."""
+        return self.root.space.spec.extent_bytes(self.chunk.num_tokens)
+
 
 class _Hashing:
     """Fills in checksums that nobody knows yet, in a thread, until the end of the `with`."""
@@ -119,7 +124,13 @@ class RemoteWriter:
             self._client.remove(orphaned, deadline)
         self._memory.forget([chunks[i].chunk.key for i in new])
         stored = [manifests[i].num_bytes for i in new if statuses[i] == Status.OK]
-        self._guard.count(stored=len(stored), stored_bytes=sum(stored), full=statuses.count(Status.FULL))
+        raw = [chunks[i].raw_bytes for i in new if statuses[i] == Status.OK]
+        self._guard.count(
+            stored=len(stored),
+            stored_bytes=sum(stored),
+            stored_raw_bytes=sum(raw),
+            full=statuses.count(Status.FULL),
+        )
         return statuses
 
     def _write(

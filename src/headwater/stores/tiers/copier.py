@@ -19,10 +19,12 @@ from typing import ClassVar
 import numpy as np
 
 from headwater.errors import HeadwaterError, StoreClosedError
+from headwater.kv.encoding import PACKED, RAW
 from headwater.kv.topology import whole_shard
-from headwater.stores.base import Piece, Status
+from headwater.stores.base import Packing, Piece, Status
 from headwater.stores.embedded.export import Exported
 from headwater.stores.embedded.store import EmbeddedStore
+from headwater.stores.encode import pack_tiles
 from headwater.stores.events import EventKind, Follower
 from headwater.stores.remote.plan import is_right
 from headwater.stores.tiers.lower import LowerTier, recheck
@@ -298,8 +300,10 @@ class Copier:
         statuses = tier.put(batch)
         for item, status in zip(batch, statuses, strict=True):
             if status == Status.DAMAGED:
-                shard, scratch = whole_shard(item.root.space.spec), np.empty_like(item.tiles)
-                self._front.judge(item.root, Piece(item.chunk, shard, scratch), _EXPORT_DEADLINE_S)
+                spec, chunk = item.root.space.spec, item.chunk
+                shard = whole_shard(spec)
+                scratch = np.empty(shard.local_shape(spec, chunk.first_token, chunk.num_tokens), np.uint8)
+                self._front.judge(item.root, Piece(chunk, shard, scratch), _EXPORT_DEADLINE_S)
                 recheck(self._tiers, item.root, item.chunk, _EXPORT_DEADLINE_S)
             elif status == Status.OK and self._is_suspect(item):
                 recheck(self._tiers, item.root, item.chunk, _EXPORT_DEADLINE_S)
@@ -358,7 +362,17 @@ def export_batches(front: EmbeddedStore, tier: LowerTier, keys: Sequence[bytes])
 
 
 def _export(front: EmbeddedStore, tier: LowerTier, key: bytes) -> Exported | None:
-    return front.export(key, _EXPORT_DEADLINE_S, in_place=tier.keeps_sums)
+    item = front.export(key, _EXPORT_DEADLINE_S, in_place=tier.keeps_sums)
+    return item if item is None or tier.packing == Packing.OFF else _packed(item)
+
+
+def _packed(item: Exported) -> Exported:
+    """The chunk with its raw tiles packed: a lower tier is slower than the processor packs. As it is where they cannot
+    be, or do not verify."""
+    tiles = None
+    if item.encoding == RAW:
+        tiles = pack_tiles(item.root.space.spec, item.chunk.num_tokens, item.tiles, item.sums)
+    return item if tiles is None else item._replace(tiles=tiles, sums=None, encoding=PACKED, is_fetched=False)
 
 
 class NoCopier:

@@ -17,16 +17,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from headwater.errors import HeadwaterError, StoreClosedError
+from headwater.kv.encoding import stored_tile_bytes
 from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
-from headwater.kv.topology import Split, whole_shard
-from headwater.stores.base import Filled, Filling, Lease, Piece, RootRef, Status, Tiles
+from headwater.kv.topology import whole_shard
+from headwater.stores.base import Filled, Filling, Form, Lease, Piece, RootRef, Status, Tiles
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.embedded.ticket import Ticket
 from headwater.stores.tiers.lower import LowerTier, recheck
@@ -49,8 +49,8 @@ class _Window(NamedTuple):
     number: int
     chunks: Sequence[ChunkRef]
     tickets: Sequence[Ticket]
-    sources: Sequence[tuple[int, Split]]
-    """By chunk, up to the first that no tier has: which tier has it, and how it is split there."""
+    sources: Sequence[tuple[int, Form]]
+    """By chunk, up to the first that no tier has: which tier has it, and how it is stored there."""
 
 
 class Fetcher:
@@ -224,12 +224,12 @@ class TierFetch:
 
     def _open_window(self) -> _Window:
         window = self._window()
-        sources, tickets = list[tuple[int, Split]](), list[Ticket]()
+        sources, tickets = list[tuple[int, Form]](), list[Ticket]()
         with _told():
             found = self._sources(window)
             sources = [source for source in found[: [*found, None].index(None)] if source is not None]
             if self._front.mapped:
-                tickets = self._reserve(window[: len(sources)], [split for _, split in sources])
+                tickets = self._reserve(window[: len(sources)], [form for _, form in sources])
         return _Window(self._num_windows, window, tickets, sources)
 
     def _abort(self, tickets: Sequence[Ticket]) -> None:
@@ -241,7 +241,7 @@ class TierFetch:
     def _settle(
         self,
         window: Sequence[ChunkRef],
-        sources: Sequence[tuple[int, Split]],
+        sources: Sequence[tuple[int, Form]],
         tickets: Sequence[Ticket],
         fillings: dict[int, Filling],
     ) -> int:
@@ -285,36 +285,34 @@ class TierFetch:
         most = max(1, min(WINDOW_BYTES, self._front.max_pending_bytes // (4 * _THREADS)) // extent)
         return self._chunks[self._next : self._next + most]
 
-    def _sources(self, window: Sequence[ChunkRef], after: int = -1) -> list[tuple[int, Split] | None]:
-        """By chunk: the nearest tier (after some tier) that has it, and how it is split there."""
-        found: list[tuple[int, Split] | None] = [None] * len(window)
+    def _sources(self, window: Sequence[ChunkRef], after: int = -1) -> list[tuple[int, Form] | None]:
+        """By chunk: the nearest tier (after some tier) that has it, and how it is stored there."""
+        found: list[tuple[int, Form] | None] = [None] * len(window)
         for number, tier in enumerate(self._tiers):
             absent = [i for i, source in enumerate(found) if source is None]
             if number <= after or not absent or not tier.usable:
                 continue
-            for i, split in zip(absent, tier.splits([window[i] for i in absent]), strict=True):
-                if split is not None:
-                    found[i] = number, split
+            for i, form in zip(absent, tier.forms([window[i] for i in absent]), strict=True):
+                if form is not None and self._is_defined(window[i], form):
+                    found[i] = number, form
         return found
 
-    def _reserve(self, window: Sequence[ChunkRef], splits: Sequence[Split]) -> list[Ticket]:
+    def _is_defined(self, chunk: ChunkRef, form: Form) -> bool:
+        """Whether a chunk of this model can be stored so at all: what another host says is not to be relied on."""
+        return stored_tile_bytes(self._root.space.spec, chunk.num_tokens, form.encoding) > 0
+
+    def _reserve(self, window: Sequence[ChunkRef], forms: Sequence[Form]) -> list[Ticket]:
         """Extents for as many chunks as there is room for, in chain order."""
-        tickets = list[Ticket]()
         left_s = max(0.0, self._deadline - time.monotonic())
-        for split, group in groupby(range(len(window)), key=lambda i: splits[i]):
-            chunks = [window[i] for i in group]
-            tickets += self._front.reserve(self._root, chunks, split, left_s, exclusive=True)
-            if tickets[-1].status not in (Status.OK, Status.EXISTS, Status.BUSY):
-                break
-        return tickets
+        return self._front.reserve(self._root, window, forms, left_s, exclusive=True) if window else []
 
     def _fill(
-        self, window: Sequence[ChunkRef], sources: Sequence[tuple[int, Split]], tickets: Sequence[Ticket]
+        self, window: Sequence[ChunkRef], sources: Sequence[tuple[int, Form]], tickets: Sequence[Ticket]
     ) -> dict[int, Filling]:
         """Have the tiers fill the extents; a chunk that one tier has lost comes from the next. By number in the
         window: those that are filled."""
         filled = dict[int, Filling]()
-        todo: dict[int, tuple[int, Split] | None] = {
+        todo: dict[int, tuple[int, Form] | None] = {
             i: source for i, source in enumerate(sources[: len(tickets)]) if tickets[i].status == Status.OK
         }
         while todo:
@@ -352,7 +350,7 @@ class TierFetch:
         missing = [i for i, ticket in enumerate(tickets) if ticket.status == Status.OK and i not in fillings]
         for i in range(missing[0] if missing else len(tickets)):
             if i in fillings:
-                sums, split = fillings[i].sums, fillings[i].split
+                sums, split = fillings[i].sums, fillings[i].form.split
                 assert sums is not None
                 for part, column in enumerate(np.ascontiguousarray(sums.reshape(-1, split.parts).T)):
                     commits.append(Filled(tickets[i], range(spec.num_layers), range(spec.num_kv_heads), part, column))
@@ -390,19 +388,21 @@ class TierFetch:
             time.sleep(_BUSY_POLL_S)
         return self._front.exists(self._root, [chunk])[0]
 
-    def _write(self, window: Sequence[ChunkRef], sources: Sequence[tuple[int, Split]]) -> int:
+    def _write(self, window: Sequence[ChunkRef], sources: Sequence[tuple[int, Form]]) -> int:
         """Into a first tier that cannot be mapped: through memory of this process, verified before it is written, since
         writing makes new checksums."""
         spec, shard = self._root.space.spec, whole_shard(self._root.space.spec)
-        for number, (chunk, source) in enumerate(zip(window, sources, strict=False)):
+        for number, (chunk, (tier, form)) in enumerate(zip(window, sources, strict=False)):
             if time.monotonic() >= self._deadline:
                 return number
-            tiles = np.empty(shard.local_shape(spec, chunk.first_token, chunk.num_tokens), np.uint8)
-            good = self._fill_from(self._tiers[source[0]], window, [(number, tiles)])
-            if number not in good or good[number].split.parts > 1 or not _is_right(tiles, good[number]):
+            size = stored_tile_bytes(spec, chunk.num_tokens, form.encoding)
+            tiles = np.empty((spec.num_layers, spec.num_kv_heads, size), np.uint8)
+            good = self._fill_from(self._tiers[tier], window, [(number, tiles)])
+            if number not in good or good[number].form.split.parts > 1 or not _is_right(tiles, good[number]):
                 return number
             left_s = max(0.0, self._deadline - time.monotonic())
-            if not self._front.write(self._root, [Piece(chunk, shard, tiles)], left_s)[0].stored:
+            piece = Piece(chunk, shard, tiles, encoding=good[number].form.encoding)
+            if not self._front.write(self._root, [piece], left_s)[0].stored:
                 return number
             self._from[chunk.key].counts.add(fetched=1)
         return len(sources)

@@ -10,9 +10,21 @@ from typing import Protocol
 import numpy as np
 
 from headwater.kv.hashing import ChunkRef
-from headwater.kv.topology import Split, whole_shard
+from headwater.kv.topology import whole_shard
 from headwater.locks import ForkSafeLock
-from headwater.stores.base import ChunkSource, Filling, Piece, RootRef, Run, SourceStore, Status, Store, Tiles
+from headwater.stores.base import (
+    ChunkSource,
+    Filling,
+    Form,
+    Packing,
+    Piece,
+    RootRef,
+    Run,
+    SourceStore,
+    Status,
+    Store,
+    Tiles,
+)
 from headwater.stores.embedded.export import Exported
 from headwater.stores.embedded.store import EmbeddedStore
 from headwater.stores.remote.store import RemoteStore
@@ -48,6 +60,8 @@ class LowerTier(ChunkSource, Protocol):
     mode: str
     """How it is filled: see `stores.url.WRITE_MODES`."""
     counts: Counts
+    packing: Packing
+    """Whether chunks are copied to it packed."""
     keeps_sums: bool
     """Whether it stores the checksums that it is given, and makes none of its own."""
 
@@ -82,6 +96,7 @@ class LocalTier:
         self.url = url
         self.store = store
         self.mode = url.options.get("write", "back")
+        self.packing = store.packing
         self.counts = Counts()
 
     usable = True
@@ -99,9 +114,9 @@ class LocalTier:
         """See `LowerTier`."""
         return [key for key in keys if self.store.locate(key) is None]
 
-    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
         """See `ChunkSource`."""
-        return self.store.splits(chunks)
+        return self.store.forms(chunks)
 
     def fill(
         self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
@@ -113,7 +128,7 @@ class LocalTier:
         """See `LowerTier`. They are hashed anew on the way."""
         statuses = []
         for item in chunks:
-            piece = Piece(item.chunk, whole_shard(item.root.space.spec), item.tiles)
+            piece = Piece(item.chunk, whole_shard(item.root.space.spec), item.tiles, encoding=item.encoding)
             statuses += self.store.write(item.root, [piece], _PUT_DEADLINE_S)
         _tally(self.counts, chunks, statuses)
         return statuses
@@ -133,6 +148,7 @@ class RemoteTier:
         self.url = url
         self.store = store
         self.mode = url.options.get("write", "back")
+        self.packing = store.packing
         self.counts = Counts()
 
     @property
@@ -159,9 +175,9 @@ class RemoteTier:
         there = self.store.has(keys)
         return None if there is None else [key for key, found in zip(keys, there, strict=True) if not found]
 
-    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
         """See `ChunkSource`."""
-        return self.store.splits(chunks)
+        return self.store.forms(chunks)
 
     def fill(
         self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float
@@ -196,6 +212,7 @@ class SourceTier:
     """The pool of another host below those of this one: only read, so the copier never sees it."""
 
     keeps_sums = True
+    packing = Packing.OFF
     mode = "never"
     num_writers = 1
 
@@ -221,9 +238,9 @@ class SourceTier:
         """See `LowerTier`: nothing is copied here, so nobody asks."""
         return None
 
-    def splits(self, chunks: Sequence[ChunkRef]) -> list[Split | None]:
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
         """See `ChunkSource`."""
-        return self.store.splits(chunks)
+        return self.store.forms(chunks)
 
     def fill(
         self, root: RootRef, chunks: Sequence[ChunkRef], extents: Sequence[Tiles], deadline: float

@@ -22,11 +22,12 @@ import numpy.typing as npt
 from headwater.errors import BackendError, DeadlineError
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.spec import KVSpec
-from headwater.kv.topology import Shard, Split
+from headwater.kv.topology import Shard
 from headwater.stores.base import (
     Arrived,
     Fetch,
     Filled,
+    Form,
     Lease,
     Loan,
     MappedStore,
@@ -75,6 +76,7 @@ class TieredStore:
     ) -> None:
         self._front = front
         self._tiers = tiers
+        self.packing = front.packing
         self.lookup_s = sum(tier.store.lookup_s for tier in tiers)
         self._counts = Counts()
         self._fetcher = Fetcher(front, tiers)
@@ -214,11 +216,15 @@ class TieredStore:
         """See `stores.base.Store.write`."""
         return self._then_through(lambda: self._front.write(root, pieces, deadline_s))
 
+    def forms(self, chunks: Sequence[ChunkRef]) -> list[Form | None]:
+        """See `stores.base.MappedStore.forms`."""
+        return self._front.forms(chunks)
+
     def reserve(
-        self, root: RootRef, chunks: Sequence[ChunkRef], split: Split, deadline_s: float | None = None
+        self, root: RootRef, chunks: Sequence[ChunkRef], forms: Sequence[Form], deadline_s: float | None = None
     ) -> Sequence[Reservation]:
         """See `stores.base.MappedStore.reserve`."""
-        return self._front.reserve(root, chunks, split, deadline_s)
+        return self._front.reserve(root, chunks, forms, deadline_s)
 
     def commit(self, filled: Sequence[Filled], deadline_s: float | None = None) -> list[Status]:
         """See `stores.base.MappedStore.commit`."""

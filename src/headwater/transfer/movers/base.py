@@ -46,10 +46,14 @@ class Storer(Protocol):
         """Prepare copies that are queued behind others."""
 
     def take_sums(self, work: Gathered, spans: range) -> None:
-        """Wait for the checksums of some chunks and note them in their job."""
+        """Wait for the checksums of some chunks and note them in their job, and which could not be packed."""
 
     def host_bytes(self, work: Gathered, low: int, high: int) -> Bytes:
         """A range of the staged bytes as memory of the host, valid until the next call."""
+
+    def stored(self, chunk: ChunkRef, encoding: int, tiles: Bytes) -> Bytes | None:
+        """Staged tiles of a chunk in memory of the host, (layers, heads, bytes), as they are to be stored; None where
+        one of them cannot be packed."""
 
     def synchronize(self) -> None:
         """Wait for everything that was begun."""
@@ -81,8 +85,11 @@ class Placer(Protocol):
     def address(self, segment: Bytes) -> int | None:
         """Where a segment begins; None where this mover cannot reach it in place."""
 
-    def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> ConversionPlan:
-        """Where some chunks of a request lie in the cache."""
+    def can_place(self, encodings: Sequence[int]) -> bool:
+        """Whether tiles in these encodings can be placed as they are stored; otherwise they must be read."""
+
+    def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds, encodings: Sequence[int]) -> ConversionPlan:
+        """Where some chunks of a request lie in the cache; they will come in these encodings."""
 
     def expect(self, part: LoadPart, sums: npt.NDArray[np.uint64]) -> None:
         """Note what the checksums of a part's lent tiles, (chunks, layers, heads), must be."""

@@ -7,6 +7,7 @@ all of a batch's pieces.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -17,15 +18,19 @@ import numpy.typing as npt
 import torch
 
 from headwater.kernels.extent_cpu import SpanWriter
+from headwater.kv.encoding import PACKED, RAW, stored_tile_bytes
 from headwater.kv.format import checksum
 from headwater.kv.hashing import ChunkRef
+from headwater.kv.packing import pack_tiles
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
+from headwater.stores import encode
+from headwater.stores.decode import settle_tiles
 from headwater.transfer.convert import BlockIds, ConversionPlan, plan_chunks, scatter
 from headwater.transfer.copy_threads import CopyThreads
 from headwater.transfer.load_job import Load, LoadBatch, LoadPart
 from headwater.transfer.movers.base import Bytes, Copied
-from headwater.transfer.save_job import Gathered
+from headwater.transfer.save_job import Gathered, SaveJob
 from headwater.transfer.streams import PAST, DeviceEvent
 from headwater.transfer.view import PagedView
 
@@ -48,6 +53,7 @@ class CpuStorer:
     most_in_flight = 1
 
     def __init__(self, space: Space, view: PagedView, shard: Shard) -> None:
+        self._spec = space.spec
         self._model_heads = space.spec.num_kv_heads
         self._shard = shard
 
@@ -68,6 +74,9 @@ class CpuStorer:
             owned, first, step = shard.owned(job.chunks[span].number)
             size, start = plan.tile_bytes(span - work.spans.start), starts[span - work.spans.start]
             extent = job.targets[span].address
+            if job.encodings[span] != RAW:
+                self._pack(job, span, owned, memory, (start, first, step, num_heads), before)
+                continue
             for i, layer in enumerate(owned.layers):
                 row = first + i * step
                 place = extent + (layer * self._model_heads + shard.heads.start) * size
@@ -78,6 +87,27 @@ class CpuStorer:
                     noted[head] = hashed(memory[at : at + size])
                     place, at = place + size, at + size
         return Copied(PAST, [])
+
+    def _pack(
+        self, job: SaveJob, span: int, owned: Shard, memory: memoryview, staged: tuple[int, int, int, int], before: int
+    ) -> None:
+        """Pack a chunk's staged tiles, and copy them into its extent with their checksums; note where one does not
+        fit. `staged`: where the chunk begins, the first of its rows, their step, and its heads."""
+        assert job.sums is not None
+        spec, num_tokens = self._spec, job.chunks[span].num_tokens
+        start, first, step, num_heads = staged
+        row_bytes, size = num_heads * spec.tile_bytes(num_tokens), stored_tile_bytes(spec, num_tokens, PACKED)
+        packed = np.empty((num_heads, size), np.uint8)
+        for i, layer in enumerate(owned.layers):
+            row = first + i * step
+            at = start + row * row_bytes
+            raw = np.frombuffer(memory[at : at + row_bytes], np.uint8).reshape(num_heads, -1)
+            if not pack_tiles(spec, num_tokens, raw, packed).all():
+                job.misfits.add(span)
+                return
+            job.sums[span, before + row] = [checksum(tile) for tile in packed]
+            place = job.targets[span].address + (layer * self._model_heads + owned.heads.start) * size
+            ctypes.memmove(place, packed.ctypes.data, num_heads * size)
 
     def hash(self, work: Gathered) -> None:
         """See `Storer`: done while they were copied."""
@@ -91,6 +121,10 @@ class CpuStorer:
     def host_bytes(self, work: Gathered, low: int, high: int) -> Bytes:
         found: Bytes = work.flat[low:high].numpy()
         return found
+
+    def stored(self, chunk: ChunkRef, encoding: int, tiles: Bytes) -> Bytes | None:
+        """See `Storer`."""
+        return tiles if encoding == RAW else encode.pack_tiles(self._spec, chunk.num_tokens, tiles)
 
     def synchronize(self) -> None:
         """See `Storer`: nothing is under way."""
@@ -128,7 +162,11 @@ class CpuPlacer:
     def address(self, segment: Bytes) -> int | None:
         return _address(segment)
 
-    def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> ConversionPlan:
+    def can_place(self, encodings: Sequence[int]) -> bool:
+        return True
+
+    def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds, encodings: Sequence[int]) -> ConversionPlan:
+        """See `Placer`. What is packed is decoded before it is placed."""
         return plan_chunks(self._view, self._shard, chunks, block_ids)
 
     def expect(self, part: LoadPart, sums: npt.NDArray[np.uint64]) -> None:
@@ -178,7 +216,7 @@ class CpuPlacer:
                 scatter(plan, layers, batch.flat)
             finally:
                 load.gate.leave()
-        return plan.staged_bytes(len(layers))
+        return plan.raw_bytes(len(layers))
 
     def event(self) -> DeviceEvent:
         return PAST
@@ -201,6 +239,13 @@ class _Scratch(threading.local):
 
     def __init__(self, num_bytes: int) -> None:
         self.memory: Bytes = np.empty(num_bytes, np.uint8)
+        self._raw: Bytes = np.empty(0, np.uint8)
+
+    def raw(self, *shape: int) -> Bytes:
+        """Memory for what is decoded of a piece; none is taken before something is."""
+        if self._raw.nbytes < math.prod(shape):
+            self._raw = np.empty(max(math.prod(shape), self.memory.nbytes), np.uint8)
+        return self._raw[: math.prod(shape)].reshape(shape)
 
 
 class _Carrier:
@@ -210,7 +255,7 @@ class _Carrier:
         self, batch: LoadBatch, layers: range, view: PagedView, shard: Shard, model_heads: int, scratch: _Scratch
     ) -> None:
         self._load, self._batch, self._layers, self._scratch = batch.load, batch, layers, scratch
-        self._model_heads, self._heads = model_heads, shard.heads
+        self._spec, self._model_heads, self._heads = view.spec, model_heads, shard.heads
         first = view.layers.index(layers[0])
         step = max(layers.step // view.layers.step, 1)
         self._indices = range(first, view.layers.index(layers[-1]) + 1, step)
@@ -226,7 +271,8 @@ class _Carrier:
     def carry(self, row: int, numbers: range) -> bool:
         """Bring some of the layers of one chunk; False where they did not verify, or the load is over."""
         batch, layers = self._batch, self._layers[numbers.start : numbers.stop]
-        size, num_heads = batch.plan.tile_bytes(row), len(self._heads)
+        chunk, encoding = batch.part.chunks[batch.spans[row]], batch.part.encodings[batch.spans[row]]
+        size, num_heads = stored_tile_bytes(self._spec, chunk.num_tokens, encoding), len(self._heads)
         row_bytes = num_heads * size
         tiles = self._scratch.memory[: len(layers) * row_bytes].reshape(len(layers), num_heads, size)
         source, target = batch.part.stored[batch.spans[row]].address, tiles.ctypes.data
@@ -239,6 +285,13 @@ class _Carrier:
             if checksum(memory[i * size : (i + 1) * size]) != known:
                 self.has_damage = True
                 return False
+        if encoding != RAW:
+            raw = self._scratch.raw(len(layers), num_heads, self._spec.tile_bytes(chunk.num_tokens))
+            whole = Shard(range(len(layers)), range(num_heads))
+            if not settle_tiles(self._spec, chunk, whole, encoding, tiles, raw):
+                self.has_damage = True
+                return False
+            tiles = raw
         if not self._load.gate.enter():
             return False
         try:

@@ -14,19 +14,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headwater.kernels.pack_check import packs_rightly
 from headwater.kernels.post import post
+from headwater.kv.encoding import RAW
 from headwater.kv.hashing import ChunkRef
+from headwater.kv.packing import fits_packed
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
 from headwater.transfer.convert import BlockIds, ConversionPlan, plan_chunks, scatter
-from headwater.transfer.extents import ExtentPiece, copy_extents, staged_starts, touch_extents
+from headwater.transfer.extents import ExtentPiece, copy_extents, touch_extents
 from headwater.transfer.load_job import Load, LoadBatch, LoadPart
 from headwater.transfer.movers.base import Bytes, Copied
 from headwater.transfer.registered import Preparer, Registered
 from headwater.transfer.ring import StagingRing
 from headwater.transfer.save_job import Gathered, SaveTarget
 from headwater.transfer.streams import DeviceEvent, DeviceStream, pinned
-from headwater.transfer.verify import staged_checksums, verify_staged
+from headwater.transfer.verify import staged_checksums, staged_fits, verify_staged
 from headwater.transfer.view import PagedView
 
 _MAX_IN_FLIGHT = 3
@@ -101,8 +104,14 @@ class CudaStorer:
                 sums = staged_checksums(work.plan, work.flat, len(work.layers), work.added_up)
                 here = pinned(tuple(sums.shape), torch.int64, self._view.device)
                 post(sums, here)
-            # All three or none: chunks without checksums are not committed.
+                fits = staged_fits(work.plan, work.flat, len(work.layers))
+                if fits is not None:
+                    fits = fits.flatten(1).all(dim=1)
+                    work.fits_here = pinned((work.plan.num_spans,), torch.bool, self._view.device)
+                    post(fits, work.fits_here)
+            # All or none: chunks without checksums are not committed.
             work.hashed, work.sums_here, work.sums = self._hashes.record(blocking=True), here, sums
+            work.held = fits
 
     def touch(self, copied: Copied) -> None:
         with self._hashes.use():
@@ -116,6 +125,9 @@ class CudaStorer:
             first, layer = work.spans.start, self._shard.layers.index(work.layers.start)
             here = work.sums_here[spans.start - first : spans.stop - first].numpy().view(np.uint64)
             work.job.sums[spans.start : spans.stop, layer : layer + len(work.layers)] = here
+            if work.fits_here is not None:
+                fits = work.fits_here[spans.start - first : spans.stop - first].tolist()
+                work.job.misfits.update(span for span, fit in zip(spans, fits, strict=True) if not fit)
 
     def host_bytes(self, work: Gathered, low: int, high: int) -> Bytes:
         target, stream = self._bounce.take(high - low), self._copies
@@ -124,6 +136,10 @@ class CudaStorer:
             target.copy_(work.flat[low:high], non_blocking=True)
         stream.record(blocking=True).synchronize()
         return target.numpy()
+
+    def stored(self, chunk: ChunkRef, encoding: int, tiles: Bytes) -> Bytes | None:
+        """See `Storer`: the device has packed them."""
+        return tiles if encoding == RAW or fits_packed(self._view.spec, chunk.num_tokens, tiles).all() else None
 
     def synchronize(self) -> None:
         for stream in (self._copies, self._hashes):
@@ -169,8 +185,11 @@ class CudaPlacer:
     def address(self, segment: Bytes) -> int | None:
         return self._segments.address(segment)
 
-    def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds) -> ConversionPlan:
-        return plan_chunks(self._view, self._shard, chunks, block_ids)
+    def can_place(self, encodings: Sequence[int]) -> bool:
+        return all(encoding == RAW for encoding in encodings) or packs_rightly(self._view.device)
+
+    def plan(self, chunks: Sequence[ChunkRef], block_ids: BlockIds, encodings: Sequence[int]) -> ConversionPlan:
+        return plan_chunks(self._view, self._shard, chunks, block_ids).packed(encodings)
 
     def expect(self, part: LoadPart, sums: npt.NDArray[np.uint64]) -> None:
         here = pinned(sums.shape, torch.int64, self._view.device)
@@ -198,7 +217,7 @@ class CudaPlacer:
         assert isinstance(part.sums, Tensor)
         assert flat is not None
         first = self._shard.layers.index(layers.start)
-        base, starts, device = flat.data_ptr(), staged_starts(plan, len(layers)), self._view.device
+        base, starts, device = flat.data_ptr(), plan.staged_starts(len(layers)), self._view.device
         with stream.use():
             if part.expected is None:
                 # On this stream, before the copies: on another one it would wait for whatever copies come next.
@@ -245,7 +264,7 @@ class CudaPlacer:
             batch.done = self._work.record()
         finally:
             load.gate.leave()
-        return plan.staged_bytes(len(layers))
+        return plan.raw_bytes(len(layers))
 
     def event(self) -> DeviceEvent:
         return self._work.record()
