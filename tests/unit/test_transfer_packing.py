@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from headwater.transfer import save as save_module  # noqa: E402
 from headwater.transfer.convert import PageSpan, plan_spans, scatter  # noqa: E402
 from headwater.transfer.movers import cuda as cuda_module  # noqa: E402
 from headwater.transfer.save import Saver  # noqa: E402
+from headwater.transfer.save_job import SaveRequest  # noqa: E402
 from headwater.transfer.view import PagedView  # noqa: E402
 from transfer_pool_cases import (  # noqa: E402
     CHUNK,
@@ -220,6 +222,84 @@ def test_other_requests_of_a_step_lose_nothing_to_a_misfit(mover: str) -> None:
         assert space.exists(chunks) == [True] * 9 + [False] * (len(chunks) - 9)
         assert saver.take_unsaved() == [("bad", chunks[9].first_token)]
         assert pool.stats().store.pending_bytes == 0
+
+
+class Gate:
+    """A sink that holds the saver's thread up before the first layer is stored, until all layers are in the ring."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def wants(self, chunks: Sequence[ChunkRef]) -> bool:
+        assert self.opened.wait(30)
+        return False
+
+    def noted(self, chunks: Sequence[ChunkRef], layers: range) -> None:
+        """Nothing to send."""
+
+    def lost(self, chunks: Sequence[ChunkRef]) -> None:
+        """Nothing to send."""
+
+
+@movers
+@pytest.mark.parametrize("spoiled", [[(3, 0), (3, 1), (3, 2)], [(3, 0), (5, 1)], [(5, 0), (3, 1), (4, 2)]])
+def test_misfits_in_several_groups_that_are_under_way_together(mover: str, spoiled: list[tuple[int, int]]) -> None:
+    """While the first is waited for, the next turn up: nothing of them is committed, or stays pending."""
+    with open_space(f"{MEMORY}&packing=on") as (pool, space, chunks):
+        view, blocks = make_cache(WHOLE, "cpu")
+        for number, layer in spoiled:
+            spoil(view, chunks[number], blocks, layer)
+        gate = Gate()
+        saver = make_saver(space, view, WHOLE, staging_bytes=64 * EXTENT, deadline_s=10.0, group_bytes=1, sink=gate)
+        try:
+            saver.begin("r", chunks, blocks)
+            for layer in range(SPEC.num_layers):
+                saver.layer_done(layer)
+            gate.opened.set()
+            assert saver.drain(30)
+            assert space.exists(chunks) == [True] * 3 + [False] * (len(chunks) - 3)
+            misfits = saver.take_misfits()
+            assert len(misfits) == len(set(misfits))
+            assert set(misfits) <= {chunks[number].key for number, _ in spoiled}
+            assert saver.take_unsaved() == [("r", chunks[3].first_token)]
+            assert pool.stats().store.pending_bytes == 0
+            save(saver, chunks, blocks, False, [chunks[number].key for number, _ in spoiled])
+            assert saver.statuses == {Status.OK: len(chunks), Status.EXISTS: 3}
+            check_stored(space, view, WHOLE, chunks, blocks)
+        finally:
+            saver.close()
+
+
+@movers
+@pytest.mark.parametrize("scheme", ["shm", "file"])
+def test_other_requests_of_a_save_lose_nothing_to_a_misfit(mover: str, scheme: str, tmp_path: Path) -> None:
+    """Also where extents are not filled in place."""
+    with (
+        temporary_url(scheme, tmp_path, "capacity=32MiB&packing=on") as url,
+        open_space(url) as (pool, space, chunks),
+        one_saver(space) as (saver, view, blocks),
+    ):
+        other = space.keys(list(range(5000, 5000 + 3 * CHUNK))).refs(3)
+        spoil(view, chunks[9], blocks, 2)
+        saver.save_all([SaveRequest("bad", chunks, blocks), SaveRequest("good", other, blocks)])
+        assert saver.drain(30)
+        assert all(space.exists(other))
+        assert space.exists(chunks) == [True] * 9 + [False] * (len(chunks) - 9)
+        assert saver.take_unsaved() == [("bad", chunks[9].first_token)]
+        assert pool.stats().store.pending_bytes == 0
+
+
+@movers
+@by_layer
+def test_what_is_stored_raw_is_no_misfit_again(mover: str, by_layer: bool) -> None:
+    """Somebody else has stored it, and this server has not heard that it does not fit."""
+    with open_space(f"{MEMORY}&packing=on") as (_, space, chunks), one_saver(space) as (saver, view, blocks):
+        spoil(view, chunks[1], blocks, 2)
+        save(saver, chunks[:2], blocks, by_layer, [chunks[1].key])
+        save(saver, chunks, blocks, by_layer)
+        assert all(space.exists(chunks))
+        assert saver.take_misfits() == []
+        assert saver.take_unsaved() == []
 
 
 @movers

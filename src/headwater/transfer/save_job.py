@@ -87,6 +87,8 @@ class SaveJob:
     """By number of the chunk: layers whose checksums are noted already."""
     misfits: set[int] = field(default_factory=set)
     """Numbers of chunks of which a tile could not be packed."""
+    doomed: dict[int, SaveTarget | None] = field(default_factory=dict)
+    """Chunks that will be aborted when nothing is under way, and where they were going: nothing commits them now."""
 
     def __post_init__(self) -> None:
         self.num_kept = len(self.chunks)
@@ -98,19 +100,17 @@ class SaveJob:
         self.encodings, self.plan = [*self.encodings, *other.encodings], join_plans([self.plan, other.plan])
         self.__post_init__()
 
-    def take_misfits(self) -> list[int]:
-        """Chunks of which a tile could not be packed, and those behind them, which nobody could find: all that is
-        not settled."""
-        if not self.misfits:
-            return []
-        lost = {self.chunks[span].key for span in self.misfits}
+    def doom_misfits(self) -> list[bytes]:
+        """Store nothing more of chunks of which a tile could not be packed, and of those behind them, which nobody
+        could find: of all that is not settled. The keys of the former."""
+        found = [self.chunks[span].key for span in self.alive(sorted(self.misfits - self.doomed.keys()))]
         self.misfits.clear()
-        found = list[int]()
-        for span in self.alive(range(len(self.chunks))):
+        lost = set(found)
+        for span in self.alive(range(len(self.chunks))) if lost else ():
             chunk = self.chunks[span]
             if chunk.key in lost or chunk.parent in lost:
                 lost.add(chunk.key)
-                found.append(span)
+                self.doomed.setdefault(span, self.targets.pop(span, None))
         return found
 
     @property
