@@ -81,10 +81,11 @@ def can_decode(encoding: int) -> bool:
 
 
 def decode_tile(encoding: int, spec: KVSpec, num_tokens: int, stored: Bytes, out: Bytes) -> bool:
-    """Turn one stored tile, whose checksum was compared, into a raw one; False where nobody could have written it, or
-    its encoding cannot be read here."""
+    """Turn one stored tile, whose checksum was compared, into a raw one; False where nobody could have written it (its
+    encoding is not defined for this model, or its length is another), or it cannot be decoded here."""
     decode = ENCODINGS[encoding].decode if encoding in ENCODINGS else None
-    return decode is not None and decode(spec, num_tokens, stored, out)
+    is_defined = 0 < stored.nbytes == stored_tile_bytes(spec, num_tokens, encoding)
+    return decode is not None and is_defined and decode(spec, num_tokens, stored, out)
 
 
 def refuse(encoding: int, where: str) -> None:
