@@ -209,6 +209,34 @@ def test_no_rank_keeps_what_another_could_not_pack(mover: str, by_layer: bool) -
 
 
 @movers
+@by_layer
+@pytest.mark.parametrize("scheme", ["shm", "file"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["the faster rank is first", "the slower rank is first"])
+def test_a_rank_that_packs_what_was_aborted_keeps_nobody_out(
+    mover: str, by_layer: bool, scheme: str, is_first: bool, tmp_path: Path
+) -> None:
+    """It comes to a chunk after another rank has aborted it as a misfit: the raw chunk takes the place of its part."""
+    shards = [Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in range(2)]
+    with (
+        temporary_url(scheme, tmp_path, "capacity=32MiB&packing=on") as url,
+        open_space(url) as (pool, space, chunks),
+        one_saver(space, shards[0]) as (fast, fast_view, fast_blocks),
+        one_saver(space, shards[1]) as (slow, slow_view, slow_blocks),
+    ):
+        spoil(fast_view, chunks[2], fast_blocks, 1)
+        save(fast, chunks, fast_blocks, by_layer)
+        assert fast.take_misfits() == [chunks[2].key]
+        save(slow, chunks, slow_blocks, by_layer)
+        ranks = [(fast, fast_blocks), (slow, slow_blocks)]
+        for saver, blocks in ranks if is_first else reversed(ranks):
+            save(saver, chunks[2:], blocks, by_layer, [chunks[2].key])
+        assert all(space.exists(chunks))
+        assert pool.stats().store.pending_bytes == 0
+        check_stored(space, fast_view, shards[0], chunks, fast_blocks)
+        check_stored(space, slow_view, shards[1], chunks, slow_blocks)
+
+
+@movers
 def test_other_requests_of_a_step_lose_nothing_to_a_misfit(mover: str) -> None:
     with open_space(f"{MEMORY}&packing=on") as (pool, space, chunks), one_saver(space) as (saver, view, blocks):
         other = space.keys(list(range(5000, 5000 + 3 * CHUNK))).refs(3)

@@ -60,6 +60,8 @@ class SaveJob:
     """By chunk: how its tiles are to be stored, by all ranks."""
     plan: ConversionPlan
     groups: list[range]
+    raw: frozenset[bytes] = frozenset()
+    """Keys of chunks whose tiles cannot be packed, by any rank."""
     taken_s: float = field(default_factory=time.monotonic)
     num_layers: int = 0
     """Layers that are computed. This and the next four belong to the thread that launches."""
@@ -98,6 +100,7 @@ class SaveJob:
         """Take more chunks along, before the first layer."""
         self.chunks, self.names = [*self.chunks, *other.chunks], [*self.names, *other.names]
         self.encodings, self.plan = [*self.encodings, *other.encodings], join_plans([self.plan, other.plan])
+        self.raw |= other.raw
         self.__post_init__()
 
     def doom_misfits(self) -> list[bytes]:

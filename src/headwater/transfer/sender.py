@@ -208,6 +208,9 @@ class Sender:
     def _resume(self, job: SaveJob) -> None:
         """A job is saved now: what was aborted before is aborted no more."""
         self._aborts.resume(job.chunks)
+        if job.raw:
+            raw = [chunk for chunk in job.chunks if chunk.key in job.raw and chunk.key not in self._filling]
+            self._aborts.abort_packed(raw)
         if removed := self._aborts.take_removed(zip(job.names, job.chunks, strict=True)):
             self.unsaved.add([(name, chunk.first_token) for name, chunk in removed])
 
