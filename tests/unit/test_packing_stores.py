@@ -14,8 +14,8 @@ import pytest
 
 from headwater.kv import encoding as encodings
 from headwater.kv.encoding import ENCODINGS, PACKED, RAW, stored_extent_bytes, stored_tile_bytes
-from headwater.kv.packing import packed_blocks
-from headwater.kv.topology import Shard, Split, Topology
+from headwater.kv.packing import packed_blocks, packed_tile_bytes
+from headwater.kv.topology import Shard, Split, Topology, whole_shard
 from headwater.pool import Pool, Space, open_pool
 from headwater.stores.base import Status
 from headwater.stores.encode import pack_tiles
@@ -36,7 +36,7 @@ from packing_cases import (
     write,
 )
 
-from support import empty_tiles, local_tiles, temporary_url, wait_until
+from support import empty_tiles, gqa, identity, local_tiles, temporary_url, wait_until
 
 SCHEMES = ("shm", "memory", "file")
 PACKED_BYTES = stored_tile_bytes(SPEC, CHUNK, PACKED)
@@ -355,3 +355,19 @@ def test_pins_leases_and_clearing_do_not_care(scheme: str, tmp_path: Path) -> No
         assert pool.clear() > 0
         assert pool.stats().store.used_bytes == 0
         assert pool.verify().clean
+
+
+def test_a_tail_that_can_be_packed_where_whole_chunks_cannot() -> None:
+    """Rounding makes a packed tile of 15 rows of 4 channels smaller than a raw one, and one of 16 rows not."""
+    spec = gqa(layers=1, heads=1, dim=4, dtype="bfloat16")
+    assert packed_tile_bytes(spec, 15) > 0 == packed_tile_bytes(spec, 16)
+    with open_pool("memory://?capacity=16MiB&packing=on") as pool:
+        space = pool.space(identity(), spec, chunk_tokens=16)
+        keys, shard = space.keys(list(range(32))), whole_shard(spec)
+        chunks = [keys.tail_ref(0, 15), *keys.refs(2)]
+        tiles = [local_tiles(spec, chunk, shard) for chunk in chunks]
+        assert space.write(chunks, shard, tiles, deadline_s=30) == [Status.OK] * 3
+        assert encodings_of(pool, chunks) == [PACKED, RAW, RAW]
+        out = [space.empty(chunk, shard) for chunk in chunks]
+        assert space.read(chunks, shard, out, deadline_s=30) == [Status.OK] * 3
+        assert all(np.array_equal(got, want) for got, want in zip(out, tiles, strict=True))

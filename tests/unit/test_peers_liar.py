@@ -220,6 +220,30 @@ def test_a_peer_that_says_anything_about_encodings_costs_misses(encoding: int, l
             assert pool.verify().clean
 
 
+@pytest.mark.parametrize("keep", [True, False], ids=["fetched", "read there"])
+def test_a_peer_whose_tiles_are_packed_where_none_can_be_costs_misses(keep: bool, liar: Callable[..., Liar]) -> None:
+    """A packed tile of float16 has no bytes, and no bytes have a checksum, too."""
+    with two_pools() as (one, _):
+        chunks = prompt(open_space(one), 2)
+
+        def answer(header: wire.Header, meta: bytes) -> tuple[bytes, bytes]:
+            if header.type == wire.Type.EXISTS:
+                count = len(pull_wire.Exists.decode(meta).pairs)
+                return pull_wire.encode_ages([time.time_ns()] * count, [0] * count), b""
+            if header.type == wire.Type.READ:
+                read = pull_wire.Read.decode(meta, CHUNK, 6, 4)
+                count, sums = len(read.chunks), np.full(read.shard.num_tiles, checksum(b""), "<u8")
+                return pull_wire.encode_read_answer([Status.OK] * count, [sums] * count, [PACKED] * count), b""
+            return bytes([Status.OK]), b""
+
+        with open_pool(f"memory://?capacity=16MiB,{liar(answer, encodings=3).url}") as pool:
+            here = open_space(pool)
+            shard = whole_shard(here.spec)
+            out = [here.empty(chunk, shard) for chunk in chunks]
+            assert Status.OK not in here.read(chunks, shard, out, deadline_s=5.0, keep=keep)
+            nothing_pending(pool)
+
+
 LIES = {
     "the truth": lambda tiles, sums: (PACKED, tiles, sums),
     "raw tiles said to be packed": lambda tiles, sums: (PACKED, np.zeros((6, 4, 2048), np.uint8), sums),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from headwater.transfer import save as save_module  # noqa: E402
 from headwater.transfer.convert import PageSpan, plan_spans, scatter  # noqa: E402
 from headwater.transfer.movers import cuda as cuda_module  # noqa: E402
 from headwater.transfer.save import Saver  # noqa: E402
+from headwater.transfer.save_job import SaveRequest  # noqa: E402
 from headwater.transfer.view import PagedView  # noqa: E402
 from transfer_layer_cases import held_up  # noqa: E402
 from transfer_pool_cases import (  # noqa: E402
@@ -228,6 +230,34 @@ def test_no_rank_keeps_what_another_could_not_pack(mover: str, by_layer: bool) -
 
 
 @movers
+@by_layer
+@pytest.mark.parametrize("scheme", ["shm", "file"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["the faster rank is first", "the slower rank is first"])
+def test_a_rank_that_packs_what_was_aborted_keeps_nobody_out(
+    mover: str, by_layer: bool, scheme: str, is_first: bool, tmp_path: Path
+) -> None:
+    """It comes to a chunk after another rank has aborted it as a misfit: the raw chunk takes the place of its part."""
+    shards = [Topology(tp=2).shard(SPEC, tp_rank=rank) for rank in range(2)]
+    with (
+        temporary_url(scheme, tmp_path, "capacity=32MiB&packing=on") as url,
+        open_space(url) as (pool, space, chunks),
+        one_saver(space, shards[0]) as (fast, fast_view, fast_blocks),
+        one_saver(space, shards[1]) as (slow, slow_view, slow_blocks),
+    ):
+        spoil(fast_view, chunks[2], fast_blocks, 1)
+        save(fast, chunks, fast_blocks, by_layer)
+        assert fast.take_misfits() == [chunks[2].key]
+        save(slow, chunks, slow_blocks, by_layer)
+        ranks = [(fast, fast_blocks), (slow, slow_blocks)]
+        for saver, blocks in ranks if is_first else reversed(ranks):
+            save(saver, chunks[2:], blocks, by_layer, [chunks[2].key])
+        assert all(space.exists(chunks))
+        assert pool.stats().store.pending_bytes == 0
+        check_stored(space, fast_view, shards[0], chunks, fast_blocks)
+        check_stored(space, slow_view, shards[1], chunks, slow_blocks)
+
+
+@movers
 def test_other_requests_of_a_step_lose_nothing_to_a_misfit(mover: str) -> None:
     with open_space(f"{MEMORY}&packing=on") as (pool, space, chunks), one_saver(space) as (saver, view, blocks):
         other = space.keys(list(range(5000, 5000 + 3 * CHUNK))).refs(3)
@@ -241,6 +271,84 @@ def test_other_requests_of_a_step_lose_nothing_to_a_misfit(mover: str) -> None:
         assert space.exists(chunks) == [True] * 9 + [False] * (len(chunks) - 9)
         assert saver.take_unsaved() == [("bad", chunks[9].first_token)]
         assert pool.stats().store.pending_bytes == 0
+
+
+class Gate:
+    """A sink that holds the saver's thread up before the first layer is stored, until all layers are in the ring."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def wants(self, chunks: Sequence[ChunkRef]) -> bool:
+        assert self.opened.wait(30)
+        return False
+
+    def noted(self, chunks: Sequence[ChunkRef], layers: range) -> None:
+        """Nothing to send."""
+
+    def lost(self, chunks: Sequence[ChunkRef]) -> None:
+        """Nothing to send."""
+
+
+@movers
+@pytest.mark.parametrize("spoiled", [[(3, 0), (3, 1), (3, 2)], [(3, 0), (5, 1)], [(5, 0), (3, 1), (4, 2)]])
+def test_misfits_in_several_groups_that_are_under_way_together(mover: str, spoiled: list[tuple[int, int]]) -> None:
+    """While the first is waited for, the next turn up: nothing of them is committed, or stays pending."""
+    with open_space(f"{MEMORY}&packing=on") as (pool, space, chunks):
+        view, blocks = make_cache(WHOLE, "cpu")
+        for number, layer in spoiled:
+            spoil(view, chunks[number], blocks, layer)
+        gate = Gate()
+        saver = make_saver(space, view, WHOLE, staging_bytes=64 * EXTENT, deadline_s=10.0, group_bytes=1, sink=gate)
+        try:
+            saver.begin("r", chunks, blocks)
+            for layer in range(SPEC.num_layers):
+                saver.layer_done(layer)
+            gate.opened.set()
+            assert saver.drain(30)
+            assert space.exists(chunks) == [True] * 3 + [False] * (len(chunks) - 3)
+            misfits = saver.take_misfits()
+            assert len(misfits) == len(set(misfits))
+            assert set(misfits) <= {chunks[number].key for number, _ in spoiled}
+            assert saver.take_unsaved() == [("r", chunks[3].first_token)]
+            assert pool.stats().store.pending_bytes == 0
+            save(saver, chunks, blocks, False, [chunks[number].key for number, _ in spoiled])
+            assert saver.statuses == {Status.OK: len(chunks), Status.EXISTS: 3}
+            check_stored(space, view, WHOLE, chunks, blocks)
+        finally:
+            saver.close()
+
+
+@movers
+@pytest.mark.parametrize("scheme", ["shm", "file"])
+def test_other_requests_of_a_save_lose_nothing_to_a_misfit(mover: str, scheme: str, tmp_path: Path) -> None:
+    """Also where extents are not filled in place."""
+    with (
+        temporary_url(scheme, tmp_path, "capacity=32MiB&packing=on") as url,
+        open_space(url) as (pool, space, chunks),
+        one_saver(space) as (saver, view, blocks),
+    ):
+        other = space.keys(list(range(5000, 5000 + 3 * CHUNK))).refs(3)
+        spoil(view, chunks[9], blocks, 2)
+        saver.save_all([SaveRequest("bad", chunks, blocks), SaveRequest("good", other, blocks)])
+        assert saver.drain(30)
+        assert all(space.exists(other))
+        assert space.exists(chunks) == [True] * 9 + [False] * (len(chunks) - 9)
+        assert saver.take_unsaved() == [("bad", chunks[9].first_token)]
+        assert pool.stats().store.pending_bytes == 0
+
+
+@movers
+@by_layer
+def test_what_is_stored_raw_is_no_misfit_again(mover: str, by_layer: bool) -> None:
+    """Somebody else has stored it, and this server has not heard that it does not fit."""
+    with open_space(f"{MEMORY}&packing=on") as (_, space, chunks), one_saver(space) as (saver, view, blocks):
+        spoil(view, chunks[1], blocks, 2)
+        save(saver, chunks[:2], blocks, by_layer, [chunks[1].key])
+        save(saver, chunks, blocks, by_layer)
+        assert all(space.exists(chunks))
+        assert saver.take_misfits() == []
+        assert saver.take_unsaved() == []
 
 
 @movers

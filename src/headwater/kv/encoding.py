@@ -83,9 +83,11 @@ def can_decode(encoding: int) -> bool:
 
 def decode_tiles(encoding: int, spec: KVSpec, num_tokens: int, stored: Bytes, out: Bytes) -> bool:
     """Turn stored tiles, (tiles, bytes), whose checksums were compared, into raw ones; False where nobody could have
-    written one of them, or their encoding cannot be read here."""
+    written one of them (their encoding is not defined for this model, or their length is another), or they cannot be
+    decoded here."""
     decode = ENCODINGS[encoding].decode if encoding in ENCODINGS else None
-    return decode is not None and bool(decode(spec, num_tokens, stored, out).all())
+    is_defined = 0 < stored.shape[-1] == stored_tile_bytes(spec, num_tokens, encoding)
+    return decode is not None and is_defined and bool(decode(spec, num_tokens, stored, out).all())
 
 
 def refuse(encoding: int, where: str) -> None:

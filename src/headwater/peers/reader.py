@@ -385,7 +385,7 @@ class PeerStore:
         """Nothing: see `remove`."""
         return 0
 
-    def abandon(self, keys: Sequence[bytes]) -> int:
+    def abandon(self, keys: Sequence[bytes], encoding: int | None = None) -> int:
         """Nothing is begun here."""
         return 0
 

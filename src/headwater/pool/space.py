@@ -352,13 +352,14 @@ class Space:
         """Stop writing into some reserved extents."""
         self._in_place("write").close_all(extents)
 
-    def abort(self, chunks: Sequence[ChunkRef]) -> int:
-        """Abort chunks that this rank's group is writing, so that their room is free at once. Returns how many.
+    def abort(self, chunks: Sequence[ChunkRef], *, encoding: int | None = None) -> int:
+        """Abort chunks that this rank's group is writing, so that their room is free at once: all, or
+        those that it writes in one encoding. Returns how many.
 
         Chunks that another server writes, and complete ones, do not change. A rank that has not begun a chunk yet may
         still do so; such a chunk expires.
         """
-        return self._store.abandon([chunk.key for chunk in chunks]) if chunks else 0
+        return self._store.abandon([chunk.key for chunk in chunks], encoding) if chunks else 0
 
     def tidy(self) -> None:
         """Free extents in limbo that no process has open any more (mapped stores only)."""

@@ -286,8 +286,9 @@ class Store(Protocol):
     def write(self, root: RootRef, pieces: Sequence[Piece], deadline_s: float | None = None) -> list[Status]:
         """Copy from the callers' memory, parents before children."""
 
-    def abandon(self, keys: Sequence[bytes]) -> int:
-        """Abort chunks that this process's group has begun and not completed; how many there were."""
+    def abandon(self, keys: Sequence[bytes], encoding: int | None = None) -> int:
+        """Abort chunks that this process's group has begun and not completed, all or those in one encoding;
+        how many there were."""
 
     def fetch(self, root: RootRef, chunks: Sequence[ChunkRef], deadline_s: float) -> Fetch | None:
         """Bring consecutive chunks of one chain into the first tier, whole, from the nearest tier that has each; None

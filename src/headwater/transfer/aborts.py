@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from headwater.errors import HeadwaterError
+from headwater.kv.encoding import PACKED
 from headwater.kv.hashing import ChunkRef
 from headwater.kv.topology import Shard
 from headwater.pool.space import Space
@@ -65,6 +66,13 @@ class Aborts:
         if self._owed:
             for chunk in chunks:
                 self._owed.pop(chunk.key, None)
+
+    def abort_packed(self, chunks: Sequence[ChunkRef]) -> None:
+        """Chunks that cannot be packed, and that all ranks save raw now: what a slower rank has begun of them packed,
+        after they were aborted and before it heard of that, would never be complete, and keep everybody out."""
+        if self.has_peers and chunks:
+            with suppress(HeadwaterError, OSError):
+                self._space.abort(chunks, encoding=PACKED)
 
     def take_removed(self, tries: Iterable[tuple[str, ChunkRef]]) -> list[tuple[str, ChunkRef]]:
         """Those of some tries, which this rank begins now, of which an abort may have removed the parts of ranks that

@@ -151,7 +151,7 @@ class Saver:
         encodings = [RAW if chunk.key in raw else wants[chunk.num_tokens] for chunk in chunks]
         plan = plan_chunks(self._view, self._shard, chunks, block_ids)
         plan = plan.packed(encodings) if is_device else plan
-        return SaveJob(chunks, [name] * len(chunks), encodings, plan, groups)
+        return SaveJob(chunks, [name] * len(chunks), encodings, plan, groups, frozenset(raw))
 
     def _save_job(self, job: SaveJob) -> None:
         """Take a job, all layers at once, in as many pieces as the ring gives room for. Chunks that there is none for

@@ -60,6 +60,8 @@ class SaveJob:
     """By chunk: how its tiles are to be stored, by all ranks."""
     plan: ConversionPlan
     groups: list[range]
+    raw: frozenset[bytes] = frozenset()
+    """Keys of chunks whose tiles cannot be packed, by any rank."""
     taken_s: float = field(default_factory=time.monotonic)
     num_layers: int = 0
     """Layers that are computed. This and the next four belong to the thread that launches."""
@@ -87,6 +89,8 @@ class SaveJob:
     """By number of the chunk: layers whose checksums are noted already."""
     misfits: set[int] = field(default_factory=set)
     """Numbers of chunks of which a tile could not be packed."""
+    doomed: dict[int, SaveTarget | None] = field(default_factory=dict)
+    """Chunks that will be aborted when nothing is under way, and where they were going: nothing commits them now."""
 
     def __post_init__(self) -> None:
         self.num_kept = len(self.chunks)
@@ -96,21 +100,20 @@ class SaveJob:
         """Take more chunks along, before the first layer."""
         self.chunks, self.names = [*self.chunks, *other.chunks], [*self.names, *other.names]
         self.encodings, self.plan = [*self.encodings, *other.encodings], join_plans([self.plan, other.plan])
+        self.raw |= other.raw
         self.__post_init__()
 
-    def take_misfits(self) -> list[int]:
-        """Chunks of which a tile could not be packed, and those behind them, which nobody could find: all that is
-        not settled."""
-        if not self.misfits:
-            return []
-        lost = {self.chunks[span].key for span in self.misfits}
+    def doom_misfits(self) -> list[bytes]:
+        """Store nothing more of chunks of which a tile could not be packed, and of those behind them, which nobody
+        could find: of all that is not settled. The keys of the former."""
+        found = [self.chunks[span].key for span in self.alive(sorted(self.misfits - self.doomed.keys()))]
         self.misfits.clear()
-        found = list[int]()
-        for span in self.alive(range(len(self.chunks))):
+        lost = set(found)
+        for span in self.alive(range(len(self.chunks))) if lost else ():
             chunk = self.chunks[span]
             if chunk.key in lost or chunk.parent in lost:
                 lost.add(chunk.key)
-                found.append(span)
+                self.doomed.setdefault(span, self.targets.pop(span, None))
         return found
 
     @property

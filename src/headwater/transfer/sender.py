@@ -208,6 +208,9 @@ class Sender:
     def _resume(self, job: SaveJob) -> None:
         """A job is saved now: what was aborted before is aborted no more."""
         self._aborts.resume(job.chunks)
+        if job.raw:
+            raw = [chunk for chunk in job.chunks if chunk.key in job.raw and chunk.key not in self._filling]
+            self._aborts.abort_packed(raw)
         if removed := self._aborts.take_removed(zip(job.names, job.chunks, strict=True)):
             self.unsaved.add([(name, chunk.first_token) for name, chunk in removed])
 
@@ -385,12 +388,16 @@ class Sender:
     def _lose_misfits(self, job: SaveJob) -> None:
         """Tiles of some chunks could not be packed: abort these for the whole server, and what is behind them; the
         scheduler side orders them again, raw."""
-        self.misfits.add([job.chunks[span].key for span in job.misfits])
-        lost = job.take_misfits()
-        targets = {span: job.targets.pop(span) for span in lost if span in job.targets}  # nothing commits them now
-        self._finish_all()  # no extent may be aborted while the device writes into it
-        job.targets |= targets
-        self._abort_parts(job, lost)
+        is_first = not job.doomed
+        self.misfits.add(job.doom_misfits())
+        if not is_first or not job.doomed:  # whoever waits below aborts these, too
+            return
+        try:
+            self._finish_all()  # no extent may be aborted while the device writes into it
+        finally:
+            doomed, job.doomed = job.doomed, {}
+            job.targets |= {span: target for span, target in doomed.items() if target is not None}
+            self._abort_parts(job, sorted(doomed))
 
     # ---- aborting -----------------------------------------------------------------------------------------------
     def _cut(self, job: SaveJob, num_kept: int) -> None:
@@ -452,34 +459,32 @@ class Sender:
         assert plan is not None
         whole, at = self._storer.host_bytes(work, low, high), 0
         shard = replace(self._shard, layers=work.layers)
-        numbers, tiles = list[int](), list[npt.NDArray[np.uint8]]()
+        stored = dict[int, npt.NDArray[np.uint8]]()
         for span in spans:
             shape = (len(work.layers), len(shard.heads), plan.tile_bytes(span - work.spans.start))
             size = shape[0] * shape[1] * shape[2]
             staged, at = whole[at : at + size].reshape(shape), at + size
-            if job.states[span].is_final or job.misfits:
+            if job.states[span].is_final:
                 continue
-            stored = self._storer.stored(job.chunks[span], job.encodings[span], staged)
-            if stored is None:
+            tiles = self._storer.stored(job.chunks[span], job.encodings[span], staged)
+            if tiles is None:
                 job.misfits.add(span)
             else:
-                numbers.append(span)
-                tiles.append(stored)
+                stored[span] = tiles
         if job.misfits:
             self._lose_misfits(job)
+        numbers = job.alive(stored)
         chunks, before = [job.chunks[number] for number in numbers], layers_before(self._shard.layers, work.layers)
         encodings = [job.encodings[number] for number in numbers]
         write = partial(self._space.write, before=before, encodings=encodings, deadline_s=self._deadline_s)
-        outcome = write(chunks, shard, tiles) if chunks else []
+        outcome = write(chunks, shard, [stored[number] for number in numbers]) if chunks else []
         good = [number for number, status in zip(numbers, outcome, strict=True) if status == Status.OK]
         first = work.spans.start
         self.num_bytes += sum([plan.part(range(n - first, n - first + 1)).raw_bytes(len(work.layers)) for n in good])
         refused = [(number, status) for number, status in zip(numbers, outcome, strict=True) if not status.stored]
         if refused:
             self._refuse(job, refused, has_begun=before is not None)
-        if (
-            work.layers[-1] == self._shard.layers[-1]
-        ):  # a chunk is counted once: where it fails, or with its last layers
+        if work.layers[-1] == self._shard.layers[-1]:  # a chunk is counted once: here, or where it fails
             self.statuses.update([status for status in outcome if status.stored])
             self._end_parts(job, numbers, PartState.STORED)
             if Status.OK in outcome:

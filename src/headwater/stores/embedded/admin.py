@@ -48,13 +48,14 @@ class Admin:
 
         return core.transact(work, deadline)
 
-    def abandon(self, keys: Sequence[bytes], deadline: float) -> int:
+    def abandon(self, keys: Sequence[bytes], encoding: int | None, deadline: float) -> int:
         """See `stores.base.Store.abandon`."""
         core = self._core
 
         def work() -> int:
             found = [core.index.find(key) for key in keys]
-            begun = [e for e in found if e is not None and e.state == PENDING and e.record.group == core.members.group]
+            mine = [e for e in found if e is not None and e.state == PENDING and e.record.group == core.members.group]
+            begun = [e for e in mine if encoding in (None, e.record.encoding)]
             if begun:
                 core.janitor.remove(begun)
                 core.index.words[Word.ABORTED] += len(begun)

@@ -126,7 +126,7 @@ class Reserver:
 
         That is what the first rank of a server meets for a new prompt. The rest is left to `_reserve_one`.
         """
-        if len(chunks) < 2 or forms[0].split.parts > 1:
+        if len(chunks) < 2 or forms[0].split.parts > 1 or chunks[0].num_tokens < root.space.chunk_tokens:
             return last
         form = forms[0]
         janitor, members, index, spec = self.core.janitor, self.core.members, self._index, root.space.spec

@@ -210,10 +210,10 @@ class EmbeddedStore:
         with self._open():
             return self._admin.pin(key, pinned, self._deadline(None))
 
-    def abandon(self, keys: Sequence[bytes]) -> int:
+    def abandon(self, keys: Sequence[bytes], encoding: int | None = None) -> int:
         # Also through a handle that was closed: another one keeps the group alive, and so whatever this one has begun.
         with self._core.use():
-            return self._admin.abandon(keys, self._deadline(None))
+            return self._admin.abandon(keys, encoding, self._deadline(None))
 
     def remove(self, root: RootRef, keys: Sequence[bytes]) -> list[Status]:
         with self._open():

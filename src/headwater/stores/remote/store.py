@@ -271,7 +271,7 @@ class RemoteStore:
     def fetch(self, root: RootRef, chunks: Sequence[ChunkRef], deadline_s: float) -> None:
         """Nothing: there is no tier above it to bring anything to."""
 
-    def abandon(self, keys: Sequence[bytes]) -> int:
+    def abandon(self, keys: Sequence[bytes], encoding: int | None = None) -> int:
         """Nothing is begun here that is not ended by the same call."""
         return 0
 

@@ -256,9 +256,9 @@ class TieredStore:
         """See `stores.base.MappedStore.close_all`."""
         self._front.close_all(reservations)
 
-    def abandon(self, keys: Sequence[bytes]) -> int:
+    def abandon(self, keys: Sequence[bytes], encoding: int | None = None) -> int:
         """See `stores.base.Store.abandon`."""
-        return self._front.abandon(keys)
+        return self._front.abandon(keys, encoding)
 
     def _then_through(self, work: Callable[[], list[Status]]) -> list[Status]:
         """Write to the first tier, then, in the same call, what has become complete to the tiers that want it so."""
