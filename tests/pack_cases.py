@@ -260,9 +260,9 @@ def check_unpack(rng: random.Random, device: str, move_rows: Mover, case: Packed
         assert torch.equal(case.data.cpu(), want)
 
 
-def check_hostile(rng: random.Random, device: str, move_rows: Mover) -> None:
+def check_hostile(rng: random.Random, device: str, move_rows: Mover, fits: Fits = packed_fits) -> None:
     """Tiles that nobody packed: whatever they say, no byte outside the rows of the spans changes; where `unpack_tile`
-    takes one, the rows are as it says."""
+    takes one, the rows are as it says, and `fits` says that it does."""
     case = random_packed_case(rng, device)
     values = np.random.default_rng(rng.randrange(2**32))
     tiles, refused = [], []
@@ -276,6 +276,10 @@ def check_hostile(rng: random.Random, device: str, move_rows: Mover) -> None:
                 refused[span][place] = not unpack_tile(case.spec, case.rows(span), tiles[span][place], raw[place])
             else:
                 raw[place] = tiles[span][place]
+    for span, each in enumerate(tiles):
+        if case.is_packed(span):
+            said = fits(torch.from_numpy(each).to(device), case.view.pages.widths, case.rows(span)).cpu().numpy()
+            assert np.array_equal(said, ~refused[span])
     before = torch.randint(0, 256, case.data.shape, dtype=torch.uint8)
     room = torch.from_numpy(np.concatenate([each.reshape(-1) for each in tiles])).to(device)
     case.data.copy_(before)

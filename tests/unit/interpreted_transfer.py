@@ -68,7 +68,7 @@ def test_packed_moves(pack, unpack, seed):
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**31))
 def test_hostile_tiles(unpack, seed):
-    check_hostile(random.Random(seed), "cpu", partial(move_rows_triton, packing=unpack))
+    check_hostile(random.Random(seed), "cpu", partial(move_rows_triton, packing=unpack), packed_fits_triton)
 
 
 @pytest.mark.parametrize(("pack", "unpack"), PACKINGS, ids=["held", "in steps"])

@@ -353,13 +353,14 @@ def test_what_is_stored_raw_is_no_misfit_again(mover: str, by_layer: bool) -> No
 
 @movers
 @by_layer
-def test_a_tile_that_nobody_could_have_packed_is_not_placed(mover: str, by_layer: bool) -> None:
-    """Its checksum is right, its count of escapes is not: a writer with a bug, or worse."""
+@pytest.mark.parametrize("escapes", [[0xFFFFFFFF], [1, 0x00FFFFFF]], ids=["more than there is room for", "nowhere"])
+def test_a_tile_that_nobody_could_have_packed_is_not_placed(mover: str, by_layer: bool, escapes: list[int]) -> None:
+    """Its checksum is right, its escapes are not: a writer with a bug, or worse."""
     with open_space(f"{MEMORY}&packing=off") as (_, space, chunks):
         write_noise(space, chunks[:2])
         size = stored_extent_bytes(SPEC, CHUNK, PACKED) // SPEC.num_tiles
-        tiles = np.random.default_rng(1).integers(0, 256, (SPEC.num_layers, SPEC.num_kv_heads, size), np.uint8)
-        tiles[..., :4] = 0xFF  # the count
+        tiles = np.zeros((SPEC.num_layers, SPEC.num_kv_heads, size), np.uint8)
+        tiles[..., : 4 * len(escapes)] = np.array(escapes, "<u4").view(np.uint8)
         assert space.write(chunks[2:3], WHOLE, [tiles], encodings=[PACKED]) == [Status.OK]
         view, blocks = make_cache(WHOLE, "cpu")
         before, done = tiles_of(view, WHOLE, chunks[2:3], blocks)[0], Done()

@@ -29,8 +29,9 @@ def packed_bytes(widths: tuple[int, ...], num_rows: int) -> int:
 
 
 def packed_fits(tiles: Tensor, widths: tuple[int, ...], num_rows: int) -> Tensor:
-    """Which tiles that a gather has packed fit: `tiles` are uint8 [..., packed bytes] with up to three leading axes of
-    any strides, the answer is bool [...] on their device. The others' chunks must be stored raw.
+    """Which tiles can be read: of those that a gather has packed, those that fit. `tiles` are uint8
+    [..., packed bytes] with up to three leading axes of any strides, the answer is bool [...] on their device. The
+    others' chunks must be stored raw.
 
     On CUDA one launch on the current stream, without waiting. Raises InvalidArgumentError for tiles of another size.
     """

@@ -458,13 +458,20 @@ def fits_kernel(
     ALIGNMENT: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Whether the counts of some tiles stay within their room."""
+    """Whether some tiles list no more escapes than there is room for, and only of values that exist."""
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     mask = tile < num_tiles
     start = tile_start(tile, size_1, size_2, stride_0, stride_1, stride_2)
     good = tl.full((TILES,), 1, tl.int1)
     for block in range(NUM_BLOCKS):
-        count = _load_words(tiles.to(tl.int64) + start + _block_start(blocks, block, num_rows), 0, mask, ALIGNMENT)
-        room = _escape_room(num_rows, tl.load(blocks + block * 3 + 2))
-        good &= count <= room.to(tl.uint32)
+        block_at, width = (
+            tiles.to(tl.int64) + start + _block_start(blocks, block, num_rows),
+            tl.load(blocks + block * 3 + 2),
+        )
+        count, room = _load_words(block_at, 0, mask, ALIGNMENT), _escape_room(num_rows, width).to(tl.uint32)
+        good &= count <= room
+        listed = tl.minimum(count, room).to(tl.int32)
+        for slot in range(tl.max(listed)):  # a handful
+            word = _load_words(block_at, slot + 1, mask & (slot < listed), ALIGNMENT)
+            good &= (word & 0xFFFFFF).to(tl.int32) < num_rows * width
     tl.store(out + tile, good.to(tl.uint8), mask=mask)

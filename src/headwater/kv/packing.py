@@ -143,11 +143,14 @@ def unpack_tiles(spec: KVSpec, num_tokens: int, packed: Bytes, out: Bytes) -> Bo
 
 
 def fits_packed(spec: KVSpec, num_tokens: int, packed: Bytes) -> Bools:
-    """Of tiles (…, packed bytes) that a device has packed: whether each fits. The count of escapes says so."""
+    """Of tiles (…, packed bytes): whether each can be read, which one that did not fit when it was packed cannot. Its
+    escapes say so."""
     good = np.ones(packed.shape[:-1], np.bool_)
     for block in packed_blocks(_widths(spec), num_tokens):
-        count = np.ascontiguousarray(packed[..., block.start : block.start + 4]).view(np.uint32)[..., 0]
-        good &= count <= block.room
+        words = np.ascontiguousarray(packed[..., block.start : block.start + block.bases]).view(np.uint32)
+        counts, escapes = words[..., :1], words[..., 1:]
+        is_nowhere = (escapes & 0x00FFFFFF) >= num_tokens * block.width
+        good &= (counts[..., 0] <= block.room) & ~(is_nowhere & (np.arange(block.room) < counts)).any(axis=-1)
     return good
 
 

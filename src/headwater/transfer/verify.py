@@ -52,7 +52,7 @@ def verify_staged(plan: ConversionPlan, flat: Tensor, num_layers: int, expected:
 
 
 def staged_fits(plan: ConversionPlan, flat: Tensor, num_layers: int) -> Tensor | None:
-    """Whether every packed tile in flat staging has no more escapes than there is room for: bool (spans, layers, heads)
+    """Whether every packed tile in flat staging can be read: bool (spans, layers, heads)
     on its device, without waiting. None where no tile is packed."""
     if plan.spans.packed_bytes is None:
         return None
