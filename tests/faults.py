@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _NO_LINGER = struct.pack("ii", 1, 0)
 
@@ -105,6 +105,9 @@ class FaultProxy:
             pass
         finally:
             for sock in (source, target):
+                # Closed alone, a socket that the other thread reads from would stay open, and its far end wait.
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
                 sock.close()
 
     def _spoil(self, data: bytes, source: socket.socket, target: socket.socket) -> bytes:
