@@ -74,6 +74,8 @@ class Saver:
         """Whether some layers of a step were announced, and not its last one."""
         self._overlaps = mover == "cuda"
         """Whether the ring empties while a step computes; where it may not, a step must fit into it."""
+        if self._overlaps and space.encoding(space.chunk_tokens, shard, on_device=True) != RAW:
+            packs_rightly(view.device)  # now: the first answer takes as long as compiling the kernels
         self._num_full = 0
         self._sender = Sender(space, view, shard, self.ring, mover, deadline_s, sink)
 
@@ -134,8 +136,8 @@ class Saver:
 
     def _save(self, group: Sequence[SaveRequest]) -> None:
         job = self._job(group[0], [self._shard.layers])
-        for each in group[1:]:
-            job.add(self._job(each, job.groups))
+        if len(group) > 1:
+            job.add([self._job(each, job.groups) for each in group[1:]])
         self._end([job for job in self._open if job.rooms])  # the ring's rooms go back in the order of their taking
         self._sender.count(job.chunks)
         self._save_job(job)
@@ -202,7 +204,7 @@ class Saver:
         job = self._job(SaveRequest(name, chunks, block_ids, raw), [])
         same = next((job for job in self._open if job.chunks[0].root == chunks[0].root), None)
         if same is not None:  # one gather a layer for all requests: a launch takes as long for one chunk as for many
-            same.add(job)
+            same.add([job])
         else:
             self._open.append(job)
         self._sender.count(chunks)

@@ -96,11 +96,14 @@ class SaveJob:
         self.num_kept = len(self.chunks)
         self.states = [PartState.TAKEN] * len(self.chunks)
 
-    def add(self, other: SaveJob) -> None:
+    def add(self, others: Sequence[SaveJob]) -> None:
         """Take more chunks along, before the first layer."""
-        self.chunks, self.names = [*self.chunks, *other.chunks], [*self.names, *other.names]
-        self.encodings, self.plan = [*self.encodings, *other.encodings], join_plans([self.plan, other.plan])
-        self.raw |= other.raw
+        every = [self, *others]
+        self.plan = join_plans([job.plan for job in every])
+        self.chunks = [chunk for job in every for chunk in job.chunks]
+        self.names = [name for job in every for name in job.names]
+        self.encodings = [encoding for job in every for encoding in job.encodings]
+        self.raw = self.raw.union(*[job.raw for job in others])
         self.__post_init__()
 
     def doom_misfits(self) -> list[bytes]:
